@@ -1,0 +1,1 @@
+"""Floor 0, words: errors, units, events. Standard library only."""

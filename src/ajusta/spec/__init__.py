@@ -1,0 +1,1 @@
+"""Floor 1, nouns: frozen records that the other floors hand to one another. No torch here."""
