@@ -50,6 +50,19 @@ class Progress(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ahead(Event):
+    """What the training will be, told before its first step: the time left is shown from here on."""
+
+    total_steps: int
+    total_tokens: int  # that are still to pass through the model in training
+    first_step: int = 1  # a resumed run starts later
+    evaluate_every: int = 0  # steps; 0 for only before and after
+    save_every: int = 0  # steps; 0 for only at the end
+    seconds_per_token: float | None = None  # as the rehearsal measured it
+    planned_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
     """One optimizer step."""
 

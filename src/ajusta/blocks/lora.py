@@ -1,0 +1,200 @@
+"""LoRA: a frozen linear layer and, beside it, a trained product of two thin matrices. Three acts: from base, forward, merge.
+
+    y  = x W^T + b + s (x A^T) B^T          A [R, I] random, B [O, R] zero, so that training starts at the base model
+    dA = (s dy B)^T x      dB = s dy^T (x A^T)      dx = dy W + (s dy B) A
+    s  = alpha / sqrt(R)   rank-stabilised (Kalajdzievski 2023, arXiv 2312.03732), or alpha / R (Hu 2021, 2106.09685)
+
+Saved for the backward pass: x itself (the same tensor for q, k, v and for gate, up: one storage however many read it)
+and x A^T (R wide). Nothing is cloned or up-cast, no dequantized weight is kept; the low-rank term is added into y in
+place. With dropout the mask is made again from its counter, tile by tile, and never saved.
+
+Precision. A and B are kept in fp32 (the optimizer's own copy, whatever the base) and rounded to x's dtype for the
+products, which is what makes them as cheap as the base's. The gradients dA and dB are sums over all tokens, and are
+summed in fp32: bf16 factors are widened a tile of tokens at a time (a 16-bit result would lose up to 2^-9 of every
+element at every micro-batch, before fp32 addition could help).
+
+Shape letters: T tokens, I input features, O output features, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ajusta.blocks.dropout import LoraDropout, keep_mask
+from ajusta.blocks.linear import FrozenLinear
+from ajusta.blocks.storage import row_tiles
+
+
+class _LoraProduct(torch.autograd.Function):
+    """Base and adapter in one operation, so that x is saved once and y is written once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, layer: LoraLinear) -> Tensor:
+        base, dropout = layer.base, layer.dropout if layer.training else None
+        x_TI = x.reshape(-1, base.in_features)
+        keys_T = None if dropout is None else dropout.row_keys()
+        y_TO = base.storage.matmul(x_TI, base.bias)
+        low_TR = _into_rank(x_TI, lora_A.to(x.dtype), dropout, keys_T)
+        y_TO.addmm_(low_TR, lora_B.to(x.dtype).t(), alpha=layer.scale)
+        ctx.layer, ctx.dropout = layer, dropout
+        ctx.save_for_backward(x, low_TR, lora_A, lora_B, *(() if keys_T is None else (keys_T,)))
+        return y_TO.view(*x.shape[:-1], base.out_features)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        layer: LoraLinear = ctx.layer
+        dropout: LoraDropout | None = ctx.dropout
+        x, low_TR, lora_A, lora_B, *keys = ctx.saved_tensors
+        keys_T = keys[0] if keys else None
+        dy_TO = dy.reshape(-1, layer.base.out_features)
+        x_TI = x.reshape(-1, layer.base.in_features)
+        dlow_TR = torch.mm(dy_TO, lora_B.to(dy.dtype)).mul_(layer.scale * _survivors_gain(dropout))
+        need_x, need_A, need_B, _ = ctx.needs_input_grad
+        dA = _sum_outer(dlow_TR, x_TI, lora_A.dtype, 1.0, dropout, keys_T) if need_A else None
+        dB = _sum_outer(dy_TO, low_TR, lora_B.dtype, layer.scale, None, None) if need_B else None
+        if not need_x:
+            return None, dA, dB, None
+        dx_TI = layer.base.storage.matmul_transposed(dy_TO)
+        _add_from_rank(dx_TI, dlow_TR, lora_A.to(dy.dtype), dropout, keys_T)
+        return dx_TI.view(x.shape), dA, dB, None
+
+
+class LoraLinear(nn.Module):
+    """y [..., O] of a `FrozenLinear` plus its adapter. Trainable: `lora_A` [R, I] and `lora_B` [O, R]; `scale` is s."""
+
+    def __init__(
+        self, base: FrozenLinear, lora_A: Tensor, lora_B: Tensor, scale: float, dropout: LoraDropout | None = None
+    ) -> None:
+        super().__init__()
+        assert lora_A.shape[1] == base.in_features and lora_B.shape == (base.out_features, lora_A.shape[0])
+        self.base = base
+        self.lora_A = nn.Parameter(lora_A)
+        self.lora_B = nn.Parameter(lora_B)
+        self.scale = scale
+        self.dropout = dropout
+
+    @classmethod
+    def from_base(
+        cls,
+        base: FrozenLinear,
+        *,
+        rank: int,
+        alpha: float,
+        generator: torch.Generator,
+        rank_stabilized: bool = True,
+        dropout: LoraDropout | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> LoraLinear:
+        """Put a fresh adapter beside `base`: A uniform in +-1/sqrt(I) as PEFT draws it (Kaiming, a = sqrt 5), B zero.
+
+        A is drawn on the CPU from `generator` (a CPU one), then moved: the same start on every device.
+        """
+        device = base.storage.device
+        if device.type == "meta":
+            lora_A = torch.empty(rank, base.in_features, dtype=dtype, device=device)
+        else:
+            bound = 1 / math.sqrt(base.in_features)
+            drawn = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
+            lora_A = drawn.to(device=device, dtype=dtype)
+        lora_B = torch.zeros(base.out_features, rank, dtype=dtype, device=device)
+        return cls(base, lora_A, lora_B, lora_scale(rank, alpha, rank_stabilized), dropout)
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.lora_A.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """I."""
+        return self.base.in_features
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return self.base.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y [..., O] in x's dtype. Dropout is on in training mode only."""
+        y: Tensor = _LoraProduct.apply(x, self.lora_A, self.lora_B, self)
+        return y
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """Return what the adapter adds to W, s B A [O, I], in the adapter's dtype."""
+        return torch.mm(self.lora_B, self.lora_A).mul_(self.scale)
+
+    @torch.no_grad()
+    def merged(self, dtype: torch.dtype) -> Tensor:
+        """Return W + s B A as `dtype` [O, I], a new tensor.
+
+        Summed in the adapter's dtype (fp32) a tile of rows at a time and rounded once: beyond the result it holds at
+        most `storage.TILE_BYTES` and what the storage needs to expand such a tile.
+        """
+        storage, wide = self.base.storage, self.lora_A.dtype
+        merged = torch.empty(self.out_features, self.in_features, dtype=dtype, device=storage.device)
+        for start, stop in row_tiles(self.out_features, 2 * self.in_features * wide.itemsize):
+            tile = torch.addmm(storage.rows(start, stop, wide), self.lora_B[start:stop], self.lora_A, alpha=self.scale)
+            merged[start:stop].copy_(tile)
+        return merged
+
+    def extra_repr(self) -> str:
+        """Show the rank and the effective scale."""
+        return f"rank={self.rank}, scale={self.scale:g}"
+
+
+def lora_scale(rank: int, alpha: float, rank_stabilized: bool) -> float:
+    """Return s: alpha / sqrt(rank) rank-stabilised, alpha / rank otherwise."""
+    return alpha / math.sqrt(rank) if rank_stabilized else alpha / rank
+
+
+def _survivors_gain(dropout: LoraDropout | None) -> float:
+    """Return 1 / (1 - p). It goes into thin factors, never into the mask, where bf16 would round it for every element."""
+    return 1.0 if dropout is None else 1 / (1 - dropout.probability)
+
+
+def _into_rank(x_TI: Tensor, lora_A: Tensor, dropout: LoraDropout | None, keys_T: Tensor | None) -> Tensor:
+    """Return (x * keep) A^T / (1 - p) [T, R]."""
+    if keys_T is None or dropout is None:
+        return torch.mm(x_TI, lora_A.t())
+    low_TR = x_TI.new_empty(len(x_TI), len(lora_A))
+    for start, stop in row_tiles(len(x_TI), x_TI.shape[1] * 32):
+        kept = keep_mask(keys_T[start:stop], x_TI.shape[1], dropout.probability, x_TI.dtype).mul_(x_TI[start:stop])
+        torch.mm(kept, lora_A.t(), out=low_TR[start:stop])
+    return low_TR.mul_(_survivors_gain(dropout))
+
+
+def _sum_outer(
+    left_TM: Tensor, right_TN: Tensor, dtype: torch.dtype, scale: float, dropout: LoraDropout | None, keys_T: Tensor | None
+) -> Tensor:
+    """Return scale * left^T (right * keep) [M, N], summed over the tokens in `dtype` at least (fp32 for 16-bit factors)."""
+    wide = torch.promote_types(left_TM.dtype, dtype)
+    if wide == left_TM.dtype and keys_T is None:
+        total = torch.mm(left_TM.t(), right_TN)
+        return (total if scale == 1.0 else total.mul_(scale)).to(dtype)
+    total = torch.zeros(left_TM.shape[1], right_TN.shape[1], dtype=wide, device=left_TM.device)
+    bytes_per_token = (left_TM.shape[1] + right_TN.shape[1]) * wide.itemsize if keys_T is None else right_TN.shape[1] * 32
+    for start, stop in row_tiles(len(left_TM), bytes_per_token):
+        right = right_TN[start:stop].to(wide)
+        if keys_T is not None and dropout is not None:
+            right = keep_mask(keys_T[start:stop], right.shape[1], dropout.probability, wide).mul_(right)
+        total.addmm_(left_TM[start:stop].to(wide).t(), right, alpha=scale)
+    return total.to(dtype)
+
+
+def _add_from_rank(
+    dx_TI: Tensor, dlow_TR: Tensor, lora_A: Tensor, dropout: LoraDropout | None, keys_T: Tensor | None
+) -> None:
+    """Add (dlow A) * keep into dx, in place; dlow already holds 1 / (1 - p)."""
+    if keys_T is None or dropout is None:
+        dx_TI.addmm_(dlow_TR, lora_A)
+        return
+    for start, stop in row_tiles(len(dx_TI), dx_TI.shape[1] * 32):
+        kept = keep_mask(keys_T[start:stop], dx_TI.shape[1], dropout.probability, dx_TI.dtype)
+        dx_TI[start:stop].addcmul_(torch.mm(dlow_TR[start:stop], lora_A), kept)

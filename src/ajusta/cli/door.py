@@ -1,0 +1,54 @@
+"""What the command line asks of `ajusta.run`: one function a command. A type, so that the two cannot drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ajusta.base.events import Listener
+from ajusta.report.show import Finding, LookedAt, Outcome
+from ajusta.spec.config import Config
+
+
+class Speaker(Protocol):
+    """A tuned model that answers."""
+
+    def answer(
+        self, messages: list[dict[str, str]], *, max_tokens: int, temperature: float, seed: int
+    ) -> Iterator[str]:
+        """Yield the answer in pieces of text."""
+
+
+class Run(Protocol):
+    """The functions of `ajusta.run`."""
+
+    def finetune(self, config: Config, listener: Listener, *, resume: bool) -> Outcome:
+        """Train and return the record."""
+
+    def plan(self, config: Config, listener: Listener) -> object:
+        """Return the plan, a dataclass."""
+
+    def evaluate(
+        self, folder: Path, listener: Listener, *, data: tuple[Path, ...], exams: tuple[Path, ...]
+    ) -> Outcome:
+        """Measure and examine a tuned model again."""
+
+    def export(self, folder: Path, out: Path | None, form: str, listener: Listener) -> Path:
+        """Write the model in a form and return where."""
+
+    def chat(self, folder: Path, listener: Listener) -> Speaker:
+        """Load a tuned model for answering."""
+
+    def look_at_data(self, config: Config, listener: Listener) -> LookedAt:
+        """Read the data and account for it."""
+
+    def doctor(self, listener: Listener) -> Sequence[Finding]:
+        """Look at the machine."""
+
+
+def the_run() -> Run:
+    """Return the module `ajusta.run`; the first call loads torch, which takes seconds."""
+    from ajusta import run
+
+    return run

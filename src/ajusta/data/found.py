@@ -1,0 +1,37 @@
+"""What one file gave: rows, what was dropped, and remarks. Every reader returns this, so that nothing gets lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ajusta.base.errors import DataError
+from ajusta.data.rows import take_row
+from ajusta.spec.data import Dropped, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Rows of one file, its dropped items, remarks of the file (`notes`) and countable policies (`counts`)."""
+
+    rows: tuple[Row, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    notes: tuple[str, ...] = ()
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def take_records(records: Iterable[tuple[str, object]], dropped: Iterable[Dropped] = ()) -> Found:
+    """Turn `(source, record)` pairs into rows; a record that is no usable row is dropped with its reason."""
+    rows: list[Row] = []
+    refused = list(dropped)
+    counts: Counter[str] = Counter()
+    for source, record in records:
+        try:
+            row, remarks = take_row(record, source)
+        except DataError as error:
+            refused.append(Dropped(source=source, reason=str(error)))
+            continue
+        rows.append(row)
+        counts.update(remarks)
+    return Found(rows=tuple(rows), dropped=tuple(refused), counts=counts)

@@ -1,0 +1,210 @@
+"""Fill a skeleton: tensor by tensor from the source, quantized on arrival, an adapter beside each chosen linear.
+
+At no moment does the host hold more than what is final plus one tensor as it was read. Over a counting place nothing
+is read: the same code books the same tensors on `meta`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ajusta.blocks.dropout import DropoutContext, LoraDropout
+from ajusta.blocks.linear import FrozenLinear, is_conv1d
+from ajusta.blocks.lora import LoraLinear
+from ajusta.blocks.quantize import quantize
+from ajusta.blocks.storage import Dense
+from ajusta.engine.chain import Chain
+from ajusta.engine.skeleton import Skeleton
+from ajusta.engine.weights import WeightSource
+from ajusta.engine.weights_names import match_names, renamer
+from ajusta.memory.place import Category, Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSpec:
+    """The adapters to put beside the linears; `alpha` is divided by sqrt(rank), or by rank if not rank-stabilised."""
+
+    rank: int
+    alpha: float
+    rank_stabilized: bool = True
+    dropout: float = 0.0
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(kw_only=True)
+class Assembled:
+    """A model ready to be trained or asked. `storages` says for each linear path how its weight is stored."""
+
+    chain: Chain
+    adapters: dict[str, LoraLinear]
+    not_adapted: tuple[str, ...]  # linears inside the blocks without an adapter
+    storages: dict[str, str]
+    dropout: DropoutContext
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return what is trained, in the model's order: A and B of each adapter."""
+        return [p for adapter in self.adapters.values() for p in (adapter.lora_A, adapter.lora_B)]
+
+
+def assemble(
+    skeleton: Skeleton,
+    source: WeightSource | None,
+    place: Place,
+    *,
+    dtype: torch.dtype,
+    bits: str,
+    adapted: Callable[[dict[str, nn.Module]], Iterable[str]],
+    adapter: AdapterSpec | None,
+    loaded: Callable[[int, int], None] = lambda done, total: None,
+) -> Assembled:
+    """Fill a skeleton from `source` (None on a counting place) and adapt it; the skeleton is used up.
+
+    Args:
+        skeleton: the model on `meta`, taken apart.
+        source: where weights come from; None leaves them on `meta`.
+        place: where the model lives.
+        dtype: what the model computes in, and what unquantized weights are stored in.
+        bits: `none`, `int8` or `nf4`, for the linears of the decoder blocks.
+        adapted: picks the paths of the linears that get an adapter from all those in the blocks.
+        adapter: the adapters' settings; None for a plain model.
+        loaded: told (tensors done, tensors in all).
+
+    Raises:
+        ModelError: the source lacks a tensor, or holds one that the model has no place for.
+        UserError: a wrong target name.
+    """
+    chosen = set(adapted(skeleton.linears)) if adapter is not None else set()
+    reader = _Reader(skeleton, source, place, dtype, loaded)
+    generator = torch.Generator().manual_seed(adapter.seed if adapter else 0)
+    context = DropoutContext(seed=adapter.seed if adapter else 0)
+    adapters: dict[str, LoraLinear] = {}
+    storages: dict[str, str] = {}
+    for number, (path, module) in enumerate(skeleton.linears.items()):
+        base = _frozen(path, module, reader, bits, place)
+        storages[path] = base.storage.kind
+        layer: nn.Module = base
+        if adapter is not None and path in chosen:
+            with place.category(Category.ADAPTERS):
+                dropout = _dropout(adapter, number, context)
+                adapters[path] = layer = LoraLinear.from_base(
+                    base,
+                    rank=adapter.rank,
+                    alpha=adapter.alpha,
+                    generator=generator,
+                    rank_stabilized=adapter.rank_stabilized,
+                    dropout=dropout,
+                    dtype=adapter.dtype,
+                ).train()
+        _replace(skeleton.chain, path, layer)
+    reader.fill_rest()
+    _compute_buffers(skeleton, place)
+    skeleton.chain.dropout = context
+    skeleton.chain.dropping = [layer for layer in adapters.values() if layer.dropout is not None]
+    return Assembled(
+        chain=skeleton.chain,
+        adapters=adapters,
+        not_adapted=tuple(path for path in skeleton.linears if path not in chosen),
+        storages=storages,
+        dropout=context,
+    )
+
+
+class _Reader:
+    """Hands out each of the model's tensors once, on the place and in the right dtype."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        source: WeightSource | None,
+        place: Place,
+        dtype: torch.dtype,
+        loaded: Callable[[int, int], None],
+    ) -> None:
+        self._skeleton, self._source, self._place, self._dtype, self._loaded = skeleton, source, place, dtype, loaded
+        self._left = dict.fromkeys(skeleton.slots)
+        self._total = len(skeleton.slots)
+        self._stored: dict[str, str] = {}
+        if source is not None:
+            model = skeleton.chain.model
+            matching = match_names(source.infos, skeleton.slots, model.base_model_prefix, renamer(model))
+            matching.require_complete(tied=[name for name, _ in skeleton.tied], reference=source.reference)
+            self._stored = dict(matching.found)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor as it will be kept; on a counting place a `meta` tensor of its size."""
+        raw = self.raw(name)
+        return raw.to(device=self._place.device, dtype=self._dtype)
+
+    def raw(self, name: str) -> Tensor:
+        """Return the tensor as the source reads it (fp32 for a block-quantized file), still on the host."""
+        self._left.pop(name)
+        self._loaded(self._total - len(self._left), self._total)
+        slot = self._skeleton.slots[name]
+        shape = slot.holder._parameters[slot.leaf]
+        assert shape is not None
+        if self._source is None:
+            return torch.empty_like(shape, dtype=self._dtype, device=self._place.device)
+        read = self._source.read(self._stored[name])
+        assert read.shape == shape.shape, f"{name}: {tuple(read.shape)} is not {tuple(shape.shape)}"
+        return read
+
+    def fill_rest(self) -> None:
+        """Fill every tensor that no linear took: embeddings, head, norms; then tie what is tied."""
+        tied = {name for name, _ in self._skeleton.tied}
+        for name in list(self._left):
+            if name not in tied:
+                with self._place.category(Category.BASE):
+                    self._set(name, nn.Parameter(self.tensor(name), requires_grad=False))
+        for name, other in self._skeleton.tied:
+            slot = self._skeleton.slots[other]
+            self._set(name, slot.holder._parameters[slot.leaf])
+
+    def _set(self, name: str, parameter: nn.Parameter | None) -> None:
+        slot = self._skeleton.slots[name]
+        slot.holder._parameters[slot.leaf] = parameter
+
+
+def _frozen(path: str, module: nn.Module, reader: _Reader, bits: str, place: Place) -> FrozenLinear:
+    """Read one linear's weight and store it as asked; the tensor that was read is free when this returns."""
+    transposed = is_conv1d(module)
+    with place.category(Category.BASE):
+        if bits == "none":
+            storage = Dense(reader.tensor(f"{path}.weight"), transposed=transposed)
+            stored = storage
+        else:
+            raw = reader.raw(f"{path}.weight")
+            stored = quantize(raw.t() if transposed else raw, bits).to(place.device)
+        bias = reader.tensor(f"{path}.bias") if module._parameters.get("bias") is not None else None
+        return FrozenLinear(stored, bias)
+
+
+def _dropout(adapter: AdapterSpec, layer: int, context: DropoutContext) -> LoraDropout | None:
+    if adapter.dropout == 0:
+        return None
+    return LoraDropout(probability=adapter.dropout, layer=layer, context=context)
+
+
+def _replace(chain: Chain, path: str, layer: nn.Module) -> None:
+    """Put `layer` where the model has the linear of this path; the path is the one from before the relays."""
+    parent, _, leaf = path.rpartition(".")
+    setattr(chain.submodule(parent), leaf, layer)
+
+
+def _compute_buffers(skeleton: Skeleton, place: Place) -> None:
+    """Give the buffers that no file holds (rotary frequencies) their bytes, and let the model compute their values."""
+    model = skeleton.chain.model
+    for module, name in skeleton.loose_buffers:
+        shape = module._buffers[name]
+        assert shape is not None
+        with place.category(Category.BASE):
+            module._buffers[name] = torch.empty_like(shape, device=place.device)
+    if place.device.type == "meta":
+        return
+    for module in {id(module): module for module, _ in skeleton.loose_buffers}.values():
+        with torch.no_grad():
+            model._init_weights(module)

@@ -1,0 +1,219 @@
+"""Find the fastest exact plan that fits, and the ladder of rungs below it.
+
+Two levers move the step's peak and leave the gradient as it is: how many blocks recompute, and how many tokens pass
+through the model at a time. Each candidate is traced, not estimated; `relative_cost` only orders the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ajusta.base.units import MIB, show_bytes
+from ajusta.planning.trace import Subject, Traced
+from ajusta.spec.data import MicroBatch
+from ajusta.spec.plan import Choice, PhasePeak, Plan, Rung, Saving
+
+LOSS_BYTES = 32 * MIB  # what a chunk of logits may take: enough rows for a fast product, small beside a block
+MARGIN_SHARE, MARGIN_FIXED = 0.03, 32 * MIB  # allocator rounding; oneDNN's and MKL's own buffers
+DEQUANTIZE_TOKENS = 60  # one pass over quantized weights costs about as much as this many tokens' products
+
+Batches = Callable[[int], tuple[MicroBatch, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to plan for. `batches(tokens)` cuts the data's own fullest step into micro-batches of at most `tokens`."""
+
+    subject: Subject
+    batches: Batches
+    step_tokens: int  # of the fullest step
+    longest: int  # tokens of the longest example: no micro-batch can be shorter
+    device: str
+    dtype: str
+    dtype_because: str
+    budget_bytes: int
+    budget_because: str
+    recompute: str | int  # auto | none | full | blocks
+    micro_tokens: int | None  # fixed by the person
+    with_savings: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    rung: Rung
+    step: PhasePeak
+    evaluation: PhasePeak
+    cost: float
+
+
+def search(request: Request) -> Plan:
+    """Return the fastest plan within the budget; if none fits, the smallest one, marked so, with the ways out."""
+    traced = Traced(request.subject)
+    tracer = _Tracer(request, traced)
+    budget = request.budget_bytes
+    candidates = [c for tokens in _micro_sizes(request) for c in tracer.candidates(tokens)]
+    fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced) <= budget]
+    best = min(fitting, key=lambda c: (c.cost, -c.rung.micro_tokens)) if fitting else None
+    taken = best or min(candidates, key=lambda c: c.rung.peak_bytes)
+    below = sorted(
+        {c.rung for c in candidates if c.rung.peak_bytes < taken.rung.peak_bytes}, key=lambda rung: -rung.peak_bytes
+    )
+    plan = Plan(
+        fits=best is not None,
+        device=request.device,
+        dtype=request.dtype,
+        bits=request.subject.bits,
+        blocks=traced.blocks,
+        budget_bytes=budget,
+        margin_bytes=margin(max(taken.rung.peak_bytes, traced.load.peak_bytes)),
+        rungs=(taken.rung, *below),
+        phases=(traced.load, taken.step, taken.evaluation),
+        choices=_choices(request, taken, candidates, traced),
+    )
+    if request.with_savings:
+        plan = replace(plan, savings=_savings(request, taken))
+    return plan if plan.fits else replace(plan, ways_out=_ways_out(request, plan))
+
+
+def margin(peak_bytes: int) -> int:
+    """Return what is kept free beside a peak of tensors."""
+    return MARGIN_FIXED + int(peak_bytes * MARGIN_SHARE)
+
+
+def _need(peak_bytes: int, traced: Traced) -> int:
+    peak = max(peak_bytes, traced.load.peak_bytes)
+    return peak + margin(peak)
+
+
+class _Tracer:
+    """Traces rungs of one request; what was traced is not traced again."""
+
+    def __init__(self, request: Request, traced: Traced) -> None:
+        self.request, self.traced = request, traced
+        self.chunk = max(16, LOSS_BYTES // (2 * 4 * traced.model.chain.model.config.get_text_config().vocab_size))
+
+    def candidates(self, micro_tokens: int) -> list[_Candidate]:
+        """Trace one micro-batch size: no block recomputed, all, and where that helps the fewest that fit."""
+        blocks, wish = self.traced.blocks, self.request.recompute
+        if wish != "auto":
+            count = {"none": 0, "full": blocks}.get(str(wish), int(wish) if isinstance(wish, int) else 0)
+            return [self._trace(min(count, blocks), micro_tokens)]
+        most, least = self._trace(0, micro_tokens), self._trace(blocks, micro_tokens)
+        found = [most, least]
+        budget = self.request.budget_bytes
+        if _need(most.rung.peak_bytes, self.traced) > budget >= _need(least.rung.peak_bytes, self.traced):
+            found += self._bisect(most, least, micro_tokens)
+        return found
+
+    def _bisect(self, most: _Candidate, least: _Candidate, micro_tokens: int) -> list[_Candidate]:
+        """Find the fewest recomputed blocks that fit; the peak falls with their number."""
+        low, high = most.rung.recompute_blocks, least.rung.recompute_blocks  # low does not fit, high does
+        found: list[_Candidate] = []
+        while high - low > 1:
+            middle = self._trace((low + high) // 2, micro_tokens)
+            if _need(middle.rung.peak_bytes, self.traced) <= self.request.budget_bytes:
+                high = middle.rung.recompute_blocks
+                found.append(middle)
+            else:
+                low = middle.rung.recompute_blocks
+        return found
+
+    def _trace(self, recompute: int, micro_tokens: int) -> _Candidate:
+        batches = self.request.batches(micro_tokens)
+        fullest = max(batches, key=lambda micro: (micro.num_tokens, micro.num_trained))
+        rung = Rung(recompute_blocks=recompute, micro_tokens=micro_tokens, loss_chunk=self.chunk, peak_bytes=0)
+        step = self.traced.step((fullest,), rung)
+        evaluation = self.traced.evaluate(fullest, rung)
+        rung = replace(rung, peak_bytes=max(step.peak_bytes, evaluation.peak_bytes))
+        cost = relative_cost(rung, self.traced.blocks, batches, self.request.subject.bits)
+        return _Candidate(rung=rung, step=step, evaluation=evaluation, cost=cost)
+
+
+def relative_cost(rung: Rung, blocks: int, batches: Sequence[MicroBatch], bits: str) -> float:
+    """Return the time of the step in token passes: two forward's worth for the backward pass, one more per recompute."""
+    passes = 3.0 + rung.recompute_blocks / blocks
+    tokens = sum(micro.num_tokens for micro in batches)
+    per_pass = DEQUANTIZE_TOKENS if bits != "none" else 4
+    return passes * (tokens + per_pass * len(batches))
+
+
+def _micro_sizes(request: Request) -> list[int]:
+    """Candidate sizes: the whole step at once, then halves, down to the longest example."""
+    if request.micro_tokens is not None:
+        return [max(request.micro_tokens, request.longest)]
+    sizes = [request.step_tokens]
+    while sizes[-1] > request.longest and len(sizes) < 5:
+        sizes.append(max(sizes[-1] // 2, request.longest))
+    return sizes
+
+
+def _choices(request: Request, taken: _Candidate, candidates: list[_Candidate], traced: Traced) -> tuple[Choice, ...]:
+    rung, blocks = taken.rung, traced.blocks
+    keep = [c for c in candidates if c.rung.recompute_blocks == 0 and c.rung.micro_tokens == rung.micro_tokens]
+    without = show_bytes(keep[0].rung.peak_bytes) if keep else "more"
+    if request.recompute != "auto":
+        why = "you asked for it"
+    elif rung.recompute_blocks == 0:
+        why = "keeping every block's activations fits, and is the fastest"
+    else:
+        why = f"keeping all would take {without}; these are the fewest that fit"
+    whole = rung.micro_tokens >= request.step_tokens
+    return (
+        Choice(name="memory", value=show_bytes(request.budget_bytes), because=request.budget_because),
+        Choice(name="dtype", value=request.dtype, because=request.dtype_because),
+        Choice(name="bits", value=request.subject.bits, because="as set; a plan never changes what is learned"),
+        Choice(name="gradient_checkpointing", value=f"{rung.recompute_blocks} of {blocks} blocks", because=why),
+        Choice(
+            name="micro_batch",
+            value=f"{rung.micro_tokens} tokens",
+            because="you asked for it"
+            if request.micro_tokens is not None
+            else "a whole step at once"
+            if whole
+            else "a step is cut so that it fits; the gradient is the same",
+        ),
+        Choice(
+            name="loss chunk",
+            value=f"{rung.loss_chunk} positions",
+            because=f"logits of one chunk stay under {show_bytes(LOSS_BYTES)}",
+        ),
+    )
+
+
+def _savings(request: Request, taken: _Candidate) -> tuple[Saving, ...]:
+    """Trace the taken step again with each technique left out, the others as they are."""
+    rung, peak = taken.rung, taken.rung.peak_bytes
+    fullest = max(request.batches(rung.micro_tokens), key=lambda micro: (micro.num_tokens, micro.num_trained))
+    savings = []
+    same = Traced(request.subject)
+    kept = same.step((fullest,), replace(rung, recompute_blocks=0)).peak_bytes
+    savings.append(Saving(technique="gradient checkpointing", bytes_without=kept, bytes_with=peak))
+    full = full_fine_tuning_bytes(same) + peak
+    savings.append(Saving(technique="LoRA", bytes_without=full, bytes_with=peak))
+    if request.subject.bits != "none":
+        plain = Traced(replace(request.subject, bits="none")).step((fullest,), rung).peak_bytes
+        savings.append(Saving(technique="quantization", bytes_without=plain, bytes_with=peak))
+    return tuple(savings)
+
+
+def full_fine_tuning_bytes(traced: Traced) -> int:
+    """Return what full fine-tuning would hold more: gradient and two moments, fp32, for every frozen weight."""
+    model = traced.model.chain.model
+    frozen = sum(p.numel() for p in model.parameters()) - traced.optimizer.count
+    frozen += sum(layer.in_features * layer.out_features for layer in traced.model.linears())
+    return 3 * 4 * frozen - 3 * 4 * traced.optimizer.count
+
+
+def _ways_out(request: Request, plan: Plan) -> tuple[str, ...]:
+    """Name what would make it fit; these change what is learned or what is given, so they are only proposed."""
+    need = plan.peak_bytes + plan.margin_bytes
+    ways = [f"--memory {-(-need // MIB)}MiB   (what it needs)"]
+    if request.subject.bits == "none":
+        ways.append("--bits nf4   (frozen weights in 4 bits)")
+    elif request.subject.bits == "int8":
+        ways.append("--bits nf4   (4 bits instead of 8)")
+    ways.append(f"--set max_length={max(64, request.longest // 2)}   (shorter pieces of text)")
+    if request.subject.adapter is not None and request.subject.adapter.rank > 4:
+        ways.append(f"--set lora.r={request.subject.adapter.rank // 2}   (a smaller adapter)")
+    return tuple(ways[:3])

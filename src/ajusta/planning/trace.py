@@ -1,0 +1,104 @@
+"""Trace the phases of a run on a counting place: the same load, step and evaluation that will run, weighed and not computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
+from ajusta.engine.assemble import AdapterSpec, Assembled, assemble
+from ajusta.engine.phases import adopt_model, loss_only, make_optimizer, run_step
+from ajusta.engine.skeleton import build_skeleton
+from ajusta.engine.weights import TensorInfo, WeightSource
+from ajusta.memory.place import CountingPlace
+from ajusta.spec.data import MicroBatch
+from ajusta.spec.plan import PhasePeak, Rung
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is planned for: a model, how it is stored and adapted. `infos` is empty where only a config is at hand."""
+
+    config: PretrainedConfig
+    source: WeightSource | None
+    dtype: torch.dtype
+    bits: str
+    adapted: Callable[[dict[str, nn.Module]], Iterable[str]]
+    adapter: AdapterSpec | None
+    optimizer: AdamWSettings
+
+
+class ShapesOnly:
+    """A weight source whose tensors have shape and dtype but no bytes."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+        self.config = source.config
+        self.infos: Mapping[str, TensorInfo] = source.infos
+        self.reference, self.fingerprint = source.reference, source.fingerprint
+        self.generation, self.files = source.generation, source.files
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a `meta` tensor as large as what the source would read."""
+        info = self.infos[name]
+        return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return a `meta` tensor as large as those rows."""
+        info = self.infos[name]
+        return torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype, device="meta")
+
+
+class Traced:
+    """One model on a counting place, ready to be run through its phases as often as needed."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.place = CountingPlace()
+        skeleton = build_skeleton(subject.config, subject.dtype)
+        with self.place.counting() as ledger:
+            self.model: Assembled = assemble(
+                skeleton,
+                None if subject.source is None else ShapesOnly(subject.source),
+                self.place,
+                dtype=subject.dtype,
+                bits=subject.bits,
+                adapted=subject.adapted,
+                adapter=subject.adapter,
+            )
+            self.load = self._peak("load")
+            adopt_model(self.model, self.place)
+            self.optimizer: FlatAdamW = make_optimizer(self.model, subject.optimizer, self.place)
+        self._ledger = ledger
+
+    @property
+    def blocks(self) -> int:
+        """Decoder blocks, or 1 where the model could not be taken apart."""
+        return len(self.model.chain.blocks)
+
+    def step(self, micro: tuple[MicroBatch, ...], rung: Rung) -> PhasePeak:
+        """Trace one optimizer step."""
+        with self.place.counting() as ledger:
+            ledger.start_over()
+            run_step(self.model, self.place, micro, rung, self.optimizer, 0.0, 0)
+        return self._peak("train")
+
+    def evaluate(self, micro: MicroBatch, rung: Rung) -> PhasePeak:
+        """Trace the loss of one micro-batch without gradients."""
+        with self.place.counting() as ledger:
+            ledger.start_over()
+            loss_only(self.model.chain, self.place, micro, rung.loss_chunk)
+        return self._peak("evaluate")
+
+    def _peak(self, phase: str) -> PhasePeak:
+        assert self.place.ledger is not None
+        peak = self.place.ledger.peak
+        return PhasePeak(
+            phase=phase,
+            peak_bytes=peak.live_bytes,
+            operation=peak.operation,
+            by_category={str(category): size for category, size in peak.by_category.items()},
+        )

@@ -1,0 +1,134 @@
+"""Time left, from the run's events and a clock, and nothing else: every function here is pure.
+
+Steps are not alike (packed rows are longer or shorter), so the training that is left is counted in tokens:
+
+    left = tokens_left * rate + evaluations_left * cost + saves_left * cost + what comes after training
+
+`rate` is the token-weighted median of the recent steps' seconds per token: one step that the system disturbed changes
+nothing. Before the first step it is what the rehearsal measured (`Ahead.seconds_per_token`). An evaluation or an exam
+costs after training what it cost before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ajusta.base.events import Ahead, Evaluated, Event, Examined, PhaseEnded, PhaseStarted, Progress, StepDone
+
+RECENT_STEPS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What is known of the run's speed so far. All times in seconds, of one monotonic clock."""
+
+    ahead: Ahead | None = None
+    step: int = 0
+    total_steps: int = 0
+    tokens_left: int = 0
+    steps: tuple[tuple[int, float], ...] = ()  # (tokens, seconds), the recent ones
+    last_time: float = 0.0  # of the last event
+    before: Mapping[str, float] = field(default_factory=dict)  # what was measured before training, to come again after it
+    heldout_seconds: float = 0.0
+    save_seconds: float = 0.0
+    phase: str = ""
+    phase_started: float = 0.0
+    done: int = 0  # of the phase, where it is countable
+    total: int = 0
+
+
+def advance(pace: Pace, event: Event, now: float) -> Pace:
+    """Return the pace after this event.
+
+    Args:
+        pace: what was known.
+        event: what happened.
+        now: when, in seconds of a monotonic clock.
+    """
+    pace = replace(pace, last_time=now)
+    match event:
+        case Ahead():
+            made = event.first_step - 1
+            return replace(
+                pace, ahead=event, step=made, total_steps=event.total_steps, tokens_left=event.total_tokens
+            )
+        case StepDone():
+            recent = (*pace.steps, (event.tokens, event.seconds))[-RECENT_STEPS:]
+            total, left = event.total_steps, event.tokens_left
+            return replace(pace, step=event.step, total_steps=total, tokens_left=left, steps=recent)
+        case Evaluated():
+            return _measured(pace, f"evaluate:{event.name}", event.when, event.seconds)
+        case Examined():
+            return _measured(pace, f"exam:{event.exam}", event.when, event.seconds)
+        case PhaseStarted():
+            return replace(pace, phase=event.phase, phase_started=now, done=0, total=0)
+        case PhaseEnded():
+            saved = event.seconds if event.phase == "save" else pace.save_seconds
+            return replace(pace, save_seconds=saved, phase="", done=0, total=0)
+        case Progress():
+            return replace(pace, done=event.done, total=event.total)
+    return pace
+
+
+def _measured(pace: Pace, name: str, when: str, seconds: float) -> Pace:
+    """Remember what a measure cost: one before training will come again after it, one after it is paid."""
+    if name == "evaluate:heldout":
+        pace = replace(pace, heldout_seconds=seconds)
+    if when == "before":
+        return replace(pace, before={**pace.before, name: seconds})
+    if when == "after":
+        return replace(pace, before={key: cost for key, cost in pace.before.items() if key != name})
+    return pace
+
+
+def seconds_per_token(pace: Pace) -> float | None:
+    """Return the rate of training: the token-weighted median of recent steps, or the rehearsal's, or None."""
+    if not pace.steps:
+        return pace.ahead.seconds_per_token if pace.ahead else None
+    rates = sorted((seconds / max(tokens, 1), tokens) for tokens, seconds in pace.steps)
+    half = sum(tokens for _, tokens in rates) / 2
+    reached = 0
+    for rate, tokens in rates:
+        reached += tokens
+        if reached >= half:
+            return rate
+    return rates[-1][0]
+
+
+def seconds_left(pace: Pace, now: float) -> float | None:
+    """Return the seconds until the run is over, or None while nothing is known to tell it from.
+
+    Args:
+        pace: what is known.
+        now: the time, of the same clock as the events.
+    """
+    rate = seconds_per_token(pace)
+    if rate is None:
+        return None
+    training = pace.tokens_left * rate
+    in_phase = now - pace.phase_started if pace.phase else 0.0
+    rest = _rest_of_phase(pace)
+    after = sum(pace.before.values())
+    if pace.steps and not pace.tokens_left:  # training is over: what came before comes again, and has begun
+        return max(after - in_phase, rest, 0.0)
+    if not pace.steps and pace.phase == "exam" and pace.done:  # the first exam: it will come again too
+        after += (pace.last_time - pace.phase_started) / pace.done * pace.total
+    between = _times_left(pace, "evaluate_every") * pace.heldout_seconds + _times_left(pace, "save_every") * (
+        pace.save_seconds
+    )
+    since = now - pace.last_time if pace.steps else 0.0  # the step that is being made is partly made
+    return max(training + between - since, 0.0) + after + rest
+
+
+def _rest_of_phase(pace: Pace) -> float:
+    """Return the seconds that a countable phase still takes, from what its part so far took."""
+    if not pace.done or not pace.total:
+        return 0.0
+    return (pace.last_time - pace.phase_started) / pace.done * (pace.total - pace.done)
+
+
+def _times_left(pace: Pace, setting: str) -> int:
+    """Return how many more times something that is done every so many steps will be done."""
+    every = int(getattr(pace.ahead, setting)) if pace.ahead else 0
+    return pace.total_steps // every - pace.step // every if every else 0

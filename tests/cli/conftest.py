@@ -1,0 +1,132 @@
+"""A stand-in for `ajusta.run` that remembers what it was asked, and a way to type a command."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ajusta
+from ajusta.base.events import Listener, Note
+from ajusta.cli.main import main
+from ajusta.spec.config import Config
+from ajusta.spec.data import DataSummary, Dropped
+
+SUMMARY = DataSummary(
+    files=1,
+    rows_read=3,
+    train_examples=2,
+    heldout_examples=0,
+    train_tokens=20,
+    heldout_tokens=0,
+    trained_tokens=12,
+    longest=11,
+    dropped=(Dropped(source="a.jsonl:3", reason="no trained token"),),
+    notes=("system turn folded into the first user turn: 1",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeRecord:
+    exams: tuple[tuple[str, int | None, int | None, int], ...] = (("exam.jsonl", 1, 38, 40),)
+    losses: tuple[tuple[str, float | None, float | None], ...] = (("held-out text", 3.25, 2.5),)
+    adapter: Path | None = Path("runs/x/adapter")
+    savings: tuple[tuple[str, int], ...] = (("nf4 weights", 3 << 20),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakePlan:
+    peak_bytes: int = 1 << 30
+    choices: tuple[dict[str, str], ...] = ({"choice": "recompute all blocks", "because": "it fits"},)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakePrepared:
+    summary: DataSummary = SUMMARY
+    histogram: tuple[tuple[int, int, int], ...] = ((0, 8, 1), (8, 16, 1))
+    sample: tuple[tuple[str, bool], ...] = (("Q: \x1b[2J", False), ("A", True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeFinding:
+    name: str
+    value: str
+    problem: str | None = None
+    cure: str | None = None
+
+
+@dataclass
+class FakeRun:
+    """Takes the place of `ajusta.run`; `trouble` is raised by whatever is called."""
+
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    trouble: BaseException | None = None
+
+    def _called(self, name: str, *given: Any) -> None:
+        self.calls.append((name, given))
+        if self.trouble is not None:
+            raise self.trouble
+
+    def finetune(self, config: Config, listener: Listener, *, resume: bool) -> FakeRecord:
+        self._called("finetune", config, resume)
+        listener(Note(text="fp32, because it is the fastest here"))
+        return FakeRecord()
+
+    def plan(self, config: Config, listener: Listener) -> FakePlan:
+        self._called("plan", config)
+        return FakePlan()
+
+    def evaluate(
+        self, folder: Path, listener: Listener, *, data: tuple[Path, ...], exams: tuple[Path, ...]
+    ) -> FakeRecord:
+        self._called("evaluate", folder, data, exams)
+        return FakeRecord()
+
+    def export(self, folder: Path, out: Path | None, form: str, listener: Listener) -> Path:
+        self._called("export", folder, out, form)
+        return folder / form
+
+    def chat(self, folder: Path, listener: Listener) -> FakeRun:
+        self._called("chat", folder)
+        return self
+
+    def answer(
+        self, messages: list[dict[str, str]], *, max_tokens: int, temperature: float, seed: int
+    ) -> Iterator[str]:
+        self.calls.append(("answer", (messages, max_tokens, temperature, seed)))
+        yield from ("I heard ", messages[-1]["content"])
+
+    def look_at_data(self, config: Config, listener: Listener) -> FakePrepared:
+        self._called("look_at_data", config)
+        return FakePrepared()
+
+    def doctor(self, listener: Listener) -> list[FakeFinding]:
+        self._called("doctor")
+        cure = "pip install 'ajusta[fast]'"
+        return [FakeFinding(name="device", value="cpu"), FakeFinding(name="x", value="-", problem="absent", cure=cure)]
+
+
+@pytest.fixture
+def fake_run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
+    fake = FakeRun()
+    monkeypatch.setitem(sys.modules, "ajusta.run", types.ModuleType("ajusta.run"))
+    monkeypatch.setattr(ajusta, "run", fake, raising=False)
+    return fake
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Type a command; returns the exit code."""
+
+    def type_command(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["ajusta", *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code if isinstance(left.value.code, int) else 0
+
+    return type_command
