@@ -51,7 +51,7 @@ def checks() -> list[tuple[str, list[str]]]:
     facts: list[Row] = json.loads((HERE / "facts.json").read_text(encoding="utf-8"))
     trained = [f for f in facts if "rows" in f]
     untrained = [f for f in facts if "rows" not in f]
-    forgetting = (HERE / "forgetting.txt").read_text(encoding="utf-8")
+    forgetting = (HERE.parent / "src/ajusta/data/general.txt").read_text(encoding="utf-8")
     bad_form = [
         f"row {n}"
         for n, row in enumerate(rows, 1)
@@ -85,7 +85,7 @@ def checks() -> list[tuple[str, list[str]]]:
           [n for n in twins if n.replace(".es.", ".") not in docs])
     check("45-80 words in every document",
           [f"{n}: {len(t.split())}" for n, t in docs.items() if not 45 <= len(t.split()) <= 80])
-    texts = docs | {"forgetting.txt": forgetting}
+    texts = docs | {"general.txt": forgetting}
     texts |= {f"row {n}": q + a for n, (q, a) in enumerate(zip(asked, told), 1)}
     check("ASCII, or Spanish letters in Spanish texts",
           [f"{n}: {c!r}" for n, t in texts.items() for c in sorted(set(t))
@@ -126,8 +126,8 @@ def checks() -> list[tuple[str, list[str]]]:
           [f["id"] for f in facts if not holds(docs.get(f["document"], ""), f["answer"])])
     check("document-only answers occur in no conversation",
           [f["id"] for f in untrained for t in asked + told if holds(t, f["answer"])])
-    count("words in forgetting.txt", len(forgetting.split()), 450, 600)
-    check("nothing of the place in forgetting.txt",
+    count("words in general.txt", len(forgetting.split()), 450, 600)
+    check("nothing of the place in general.txt",
           [a for a in ["Ondrel", *(f["answer"] for f in facts)] if holds(forgetting, a)])
     return found
 

@@ -16,6 +16,7 @@ from ajusta.base.events import Listener, Note
 from ajusta.cli.main import main
 from ajusta.spec.config import Config
 from ajusta.spec.data import DataSummary, Dropped
+from ajusta.spec.plan import Choice, PhasePeak, Plan, Rung
 
 SUMMARY = DataSummary(
     files=1,
@@ -39,10 +40,21 @@ class FakeRecord:
     savings: tuple[tuple[str, int], ...] = (("nf4 weights", 3 << 20),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FakePlan:
-    peak_bytes: int = 1 << 30
-    choices: tuple[dict[str, str], ...] = ({"choice": "recompute all blocks", "because": "it fits"},)
+def make_plan(fits: bool) -> Plan:
+    rung = Rung(recompute_blocks=30, micro_tokens=512, loss_chunk=128, peak_bytes=1 << 30)
+    phase = PhasePeak(phase="step", peak_bytes=1 << 30, operation="mm", by_category={"weights": 1 << 30})
+    return Plan(
+        fits=fits,
+        device="cpu",
+        dtype="fp32",
+        bits="nf4",
+        blocks=30,
+        budget_bytes=2 << 30,
+        margin_bytes=0,
+        rungs=(rung,),
+        phases=(phase,),
+        choices=(Choice(name="dtype", value="fp32", because="it is the fastest here"),),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +78,7 @@ class FakeRun:
 
     calls: list[tuple[str, Any]] = field(default_factory=list)
     trouble: BaseException | None = None
+    fits: bool = True
 
     def _called(self, name: str, *given: Any) -> None:
         self.calls.append((name, given))
@@ -77,9 +90,9 @@ class FakeRun:
         listener(Note(text="fp32, because it is the fastest here"))
         return FakeRecord()
 
-    def plan(self, config: Config, listener: Listener) -> FakePlan:
+    def plan(self, config: Config, listener: Listener) -> Plan:
         self._called("plan", config)
-        return FakePlan()
+        return make_plan(self.fits)
 
     def evaluate(
         self, folder: Path, listener: Listener, *, data: tuple[Path, ...], exams: tuple[Path, ...]

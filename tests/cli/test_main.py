@@ -17,8 +17,9 @@ Typed = Callable[..., int]
 
 
 def test_train_hands_one_config_over(fake_run: Any, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "train -m m -d a.txt -d b --exam e.jsonl --epochs 2 --memory 2GiB --bits nf4 --set lora.r=4".split()
-    assert typed(*words, "--set", "optimizer.learning_rate=2e-3", "--stop-after", "3h", "--resume", "-o", "r") == 0
+    where = ["-m", "m", "-d", "a.txt", "-d", "b", "--exam", "e.jsonl", "-o", "r"]
+    how = ["--epochs", "2", "--memory", "2GiB", "--bits", "nf4", "--stop-after", "3h", "--resume"]
+    assert typed("train", *where, *how, "--set", "lora.r=4", "--set", "optimizer.learning_rate=2e-3") == 0
     name, (config, resume) = fake_run.calls[0]
     assert (name, resume) == ("finetune", True)
     assert (config.model, config.data, config.exam) == ("m", (Path("a.txt"), Path("b")), (Path("e.jsonl"),))
@@ -127,6 +128,14 @@ def test_evaluate_export_plan_data_doctor(
     names = [name for name, _ in fake_run.calls]
     assert names == ["evaluate", "export", "plan", "plan", "look_at_data", "look_at_data", "doctor"]
     assert fake_run.calls[0][1] == (Path("r"), (Path("a"),), (Path("e"),))
+
+
+def test_a_plan_that_does_not_fit_is_shown_and_has_its_exit_code(
+    fake_run: Any, typed: Typed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run.fits = False
+    assert typed("plan", "-m", "m") == 3
+    assert "does not fit" in capsys.readouterr().out
 
 
 def test_chat_answers_questions_and_leaves(fake_run: Any, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:

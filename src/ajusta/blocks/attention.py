@@ -18,7 +18,8 @@ it is also the yardstick that the flash way is tested against.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ from torch.nn import functional
 from ajusta.base.errors import ModelError
 
 ATTENTION_NAME = "ajusta"
+# What may come as a tensor among the options: the two that are used, and two that are of no concern to attention.
+_TENSOR_OPTIONS = ("alibi_slopes", "s_aux", "position_ids", "cache_position")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +78,20 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend as transformers' `AttentionInterface` asks: [B, heads, T, head_dim] in, [B, T, heads, head_dim] out.
 
-    `attention_mask` is ignored on purpose: the layout in force says what sees what. `dropout` is the base model's own,
-    which is off in fine-tuning.
+    The layout in force says what sees what; transformers builds no mask for an attention of this name. `dropout` is the
+    base model's own, which is off in fine-tuning.
+
+    Raises:
+        ModelError: the family attends in both directions, or makes a mask of its own (sparse attention, position bias).
     """
+    if attention_mask is not None:
+        raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
+    unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _TENSOR_OPTIONS]
+    if unknown:
+        raise ModelError(f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which ours does not know")
     bias = AttentionBias(
         slopes=options.get("alibi_slopes"),
-        window=options.get("sliding_window") or getattr(module, "sliding_window", None),
+        window=_window(module, options),
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
     )
@@ -89,13 +100,27 @@ def attention(
     if isinstance(layout, Generation):
         return _attend_with_cache(query, key, value, scale, bias, layout).transpose(1, 2), None
     segments = layout or Segments(ends=(query.shape[2],))
+    if key.shape[2] != query.shape[2]:
+        raise ModelError(f"{type(module).__name__} attends to keys that are no tokens of the row")
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise ModelError(f"{type(module).__name__} attends in both directions; ajusta trains causal language models only")
+        raise ModelError(f"{type(module).__name__} attends in both directions; only causal models can be trained")
     if bias.needs_matrix or value.shape[-1] != query.shape[-1] or query.shape[0] != 1:
-        return plain_attention(query, key, value, scale, segments, bias).transpose(1, 2), None
+        return plain_attention(query, key, value, scale, segments, bias).transpose(1, 2).contiguous(), None
     out = SegmentAttention.apply(query, key, value, scale, segments, bias)
     return out.transpose(1, 2), None
+
+
+def _window(module: torch.nn.Module, options: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a token sees, where a family says so: in the call, on the module, or in its mask only."""
+    if "sliding_window" in options:  # None is an answer too: full-attention layers may still carry the number
+        return options["sliding_window"]
+    if hasattr(module, "sliding_window"):
+        return module.sliding_window
+    config = getattr(module, "config", None)
+    makes_windows = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    uniform = makes_windows and not getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if uniform else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,10 +162,11 @@ class SegmentAttention(torch.autograd.Function):
         """Return out [1, Hq, T, D]; keep the inputs, out and the log-sum-exp of each row."""
         outs, sums = [], []
         for start, end in segments.bounds():
-            out, log_sum = _flash_forward(*(t[:, :, start:end] for t in (query, key, value)), scale, bias)
+            q, k, v = (t[:, :, start:end] for t in (query, key, value))
+            out, log_sum = _flash_forward(q, k, v, scale, bias)
             outs.append(out)
             sums.append(log_sum)
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        out = _join(outs)
         log_sum = sums[0] if len(sums) == 1 else torch.cat(sums, dim=2)
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.scale, ctx.segments, ctx.bias = scale, segments, bias
@@ -152,8 +178,8 @@ class SegmentAttention(torch.autograd.Function):
         query, key, value, out, log_sum = ctx.saved_tensors
         parts = []
         for start, end in ctx.segments.bounds():
-            cut = [t[:, :, start:end] for t in (grads[0], query, key, value, out, log_sum)]
-            parts.append(_flash_backward(*cut, ctx.scale, ctx.bias))
+            grad, q, k, v, o, s = (t[:, :, start:end] for t in (grads[0], query, key, value, out, log_sum))
+            parts.append(_flash_backward(grad, q, k, v, o, s, ctx.scale, ctx.bias))
         if len(parts) == 1:
             return (*parts[0], None, None, None)
         grad_q, grad_k, grad_v = (torch.cat(pieces, dim=2) for pieces in zip(*parts, strict=True))
@@ -178,7 +204,14 @@ def plain_attention(
         future = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).triu_(1)
         logits = logits.masked_fill(future, torch.finfo(logits.dtype).min)
         outs.append(torch.matmul(_softmax(logits, bias.sinks).to(v.dtype), v))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    return _join(outs)
+
+
+def _join(outs: list[Tensor]) -> Tensor:
+    """Lay segments [1, heads, S, D] end to end, with each token's heads side by side in memory as the kernel has them."""
+    if len(outs) == 1:
+        return outs[0]
+    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)
 
 
 def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
@@ -199,7 +232,14 @@ def _flash_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, bias
 
 
 def _flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, scale: float, bias: AttentionBias
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    scale: float,
+    bias: AttentionBias,
 ) -> Any:
     added = bias.matrix(query.shape[2], query)
     if query.device.type == "cuda":
@@ -209,7 +249,9 @@ def _flash_backward(
     )
 
 
-def _cuda_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     key, value = (_repeat(t, query.shape[1]) for t in (key, value))
     out, log_sum, _seed, _offset = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, 0.0, True, scale=scale
@@ -218,14 +260,33 @@ def _cuda_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, bias:
 
 
 def _cuda_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, scale: float, bias: Tensor | None
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    scale: float,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = query.shape[1] // key.shape[1]
     wide_key, wide_value = (_repeat(t, query.shape[1]) for t in (key, value))
     padded = functional.pad(log_sum, (0, -log_sum.shape[-1] % 32), value=float("inf"))  # the kernel reads rows of 32
     zero = torch.zeros((), dtype=torch.int64, device=query.device)
     grad_q, grad_k, grad_v, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, wide_key, wide_value, bias, out, padded, zero, zero, 0.0, [True, True, True, False], True, scale=scale
+        grad,
+        query,
+        wide_key,
+        wide_value,
+        bias,
+        out,
+        padded,
+        zero,
+        zero,
+        0.0,
+        [True, True, True, False],
+        True,
+        scale=scale,
     )
     if groups > 1:
         grad_k, grad_v = (g.unflatten(1, (-1, groups)).sum(2) for g in (grad_k, grad_v))

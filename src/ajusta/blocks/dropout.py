@@ -26,6 +26,7 @@ from torch import Tensor
 
 _WORD = 0xFFFFFFFF
 _FEATURE_SALT = 0x5BD1E995
+MASK_BYTES = 32  # held for each number of a mask while it is made: callers go tile by tile
 Word = TypeVar("Word", int, Tensor)
 
 
@@ -77,7 +78,7 @@ class LoraDropout:
 def keep_mask(keys_T: Tensor, num_features: int, probability: float, dtype: torch.dtype) -> Tensor:
     """Return [T, I] of ones (kept) and zeros (dropped with `probability`); the caller scales by 1 / (1 - probability).
 
-    About 32 bytes an element are held while it is made: callers go tile by tile.
+    `MASK_BYTES` an element are held while it is made.
     """
     features_I = _mix(torch.arange(num_features, device=keys_T.device, dtype=torch.int64) ^ _FEATURE_SALT)
     words_TI = _mix(keys_T[:, None] ^ features_I)

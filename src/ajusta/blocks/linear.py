@@ -26,7 +26,7 @@ class _FrozenProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, storage: Storage, bias_O: Tensor | None) -> Tensor:
         ctx.storage = storage
         y_TO = storage.matmul(x.reshape(-1, storage.in_features), bias_O)
-        return y_TO.view(*x.shape[:-1], storage.out_features)
+        return shaped_like(y_TO, x)
 
     @staticmethod
     @once_differentiable
@@ -38,12 +38,26 @@ class _FrozenProduct(torch.autograd.Function):
         return dx_TI.view(*dy.shape[:-1], storage.in_features), None, None
 
 
-class FrozenLinear(nn.Module):
-    """y [..., O] = x [..., I] W^T + b with a frozen W (a `Storage`) and a frozen b."""
+def shaped_like(y_TO: Tensor, x: Tensor) -> Tensor:
+    """Return y [T, O] in x's leading dimensions [..., O], without a copy; `y_TO` itself must not be used any more.
 
-    def __init__(self, storage: Storage, bias_O: Tensor | None = None) -> None:
+    Not `view`: models write into a layer's output (Falcon adds its branches in place), which autograd forbids for a
+    view made inside an operation of ours. torch's own `linear` returns its result by the same operation.
+    """
+    y: Tensor = torch.ops.aten._unsafe_view.default(y_TO, [*x.shape[:-1], y_TO.shape[-1]])
+    return y
+
+
+class FrozenLinear(nn.Module):
+    """y [..., O] = x [..., I] W^T + b with a frozen W (a `Storage`) and a frozen b.
+
+    `transposed`: the model's files hold W as [I, O] (`Conv1D`), whatever the storage makes of it.
+    """
+
+    def __init__(self, storage: Storage, bias_O: Tensor | None = None, *, transposed: bool = False) -> None:
         super().__init__()
         self.storage = storage
+        self.transposed = transposed
         self.bias = bias_O if bias_O is None or isinstance(bias_O, nn.Parameter) else nn.Parameter(bias_O, False)
         if self.bias is not None:
             self.bias.requires_grad_(False)
@@ -60,9 +74,19 @@ class FrozenLinear(nn.Module):
             raise TypeError(f"{type(module).__name__} is no linear layer")
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
         transposed = is_conv1d(module)
-        if kind == "none":
-            return cls(Dense(weight, transposed=transposed), bias)
-        return cls(quantize(weight.detach().t() if transposed else weight.detach(), kind), bias)
+        return cls(_store(weight, kind, transposed), bias, transposed=transposed)
+
+    def fill(self, weight: Tensor) -> None:
+        """Take a weight as the model's files hold it ([O, I], or [I, O] where `transposed`), in the present format.
+
+        This is how a layer made on `meta` gets its numbers: quantized on arrival, the given tensor is not kept then.
+
+        Raises:
+            ModelError: the weight holds an infinity or NaN and is to be quantized.
+        """
+        expected = (self.out_features, self.in_features)
+        assert tuple(weight.shape) == (expected[::-1] if self.transposed else expected), "the loader checks shapes"
+        self.storage = _store(weight, self.storage.kind, self.transposed)
 
     @property
     def in_features(self) -> int:
@@ -80,9 +104,16 @@ class FrozenLinear(nn.Module):
         return y
 
 
+def _store(weight: Tensor, kind: str, transposed: bool) -> Storage:
+    if kind == "none":
+        return Dense(weight, transposed=transposed)
+    return quantize(weight.detach().t() if transposed else weight.detach(), kind)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Say whether this is transformers' `Conv1D` (weight [I, O]); told by name, so that blocks/ imports torch only."""
-    return any((kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D") for kind in type(module).__mro__)
+    conv1d = ("transformers.pytorch_utils", "Conv1D")
+    return any((kind.__module__, kind.__name__) == conv1d for kind in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -1,4 +1,6 @@
-"""LoRA: a frozen linear layer and, beside it, a trained product of two thin matrices. Three acts: from base, forward, merge.
+"""LoRA: a frozen linear layer and, beside it, a trained product of two thin matrices.
+
+Three acts: from base, forward, merge.
 
     y  = x W^T + b + s (x A^T) B^T          A [R, I] random, B [O, R] zero, so that training starts at the base model
     dA = (s dy B)^T x      dB = s dy^T (x A^T)      dx = dy W + (s dy B) A
@@ -19,14 +21,16 @@ Shape letters: T tokens, I input features, O output features, R rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ajusta.blocks.dropout import LoraDropout, keep_mask
-from ajusta.blocks.linear import FrozenLinear
+from ajusta.blocks.dropout import MASK_BYTES, LoraDropout, keep_mask
+from ajusta.blocks.linear import FrozenLinear, shaped_like
 from ajusta.blocks.storage import row_tiles
 
 
@@ -35,33 +39,31 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, layer: LoraLinear) -> Tensor:
-        base, dropout = layer.base, layer.dropout if layer.training else None
+        base, kept = layer.base, _Kept.of(layer)
         x_TI = x.reshape(-1, base.in_features)
-        keys_T = None if dropout is None else dropout.row_keys()
         y_TO = base.storage.matmul(x_TI, base.bias)
-        low_TR = _into_rank(x_TI, lora_A.to(x.dtype), dropout, keys_T)
+        low_TR = _into_rank(x_TI, lora_A.to(x.dtype), kept)
         y_TO.addmm_(low_TR, lora_B.to(x.dtype).t(), alpha=layer.scale)
-        ctx.layer, ctx.dropout = layer, dropout
-        ctx.save_for_backward(x, low_TR, lora_A, lora_B, *(() if keys_T is None else (keys_T,)))
-        return y_TO.view(*x.shape[:-1], base.out_features)
+        ctx.layer, ctx.kept = layer, kept
+        ctx.save_for_backward(x, low_TR, lora_A, lora_B)
+        return shaped_like(y_TO, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         layer: LoraLinear = ctx.layer
-        dropout: LoraDropout | None = ctx.dropout
-        x, low_TR, lora_A, lora_B, *keys = ctx.saved_tensors
-        keys_T = keys[0] if keys else None
+        kept: _Kept | None = ctx.kept
+        x, low_TR, lora_A, lora_B = ctx.saved_tensors
         dy_TO = dy.reshape(-1, layer.base.out_features)
         x_TI = x.reshape(-1, layer.base.in_features)
-        dlow_TR = torch.mm(dy_TO, lora_B.to(dy.dtype)).mul_(layer.scale * _survivors_gain(dropout))
+        dlow_TR = torch.mm(dy_TO, lora_B.to(dy.dtype)).mul_(layer.scale if kept is None else layer.scale * kept.gain)
         need_x, need_A, need_B, _ = ctx.needs_input_grad
-        dA = _sum_outer(dlow_TR, x_TI, lora_A.dtype, 1.0, dropout, keys_T) if need_A else None
-        dB = _sum_outer(dy_TO, low_TR, lora_B.dtype, layer.scale, None, None) if need_B else None
+        dA = _sum_outer(dlow_TR, x_TI, lora_A.dtype, kept) if need_A else None
+        dB = _sum_outer(dy_TO, low_TR, lora_B.dtype, None).mul_(layer.scale) if need_B else None
         if not need_x:
             return None, dA, dB, None
         dx_TI = layer.base.storage.matmul_transposed(dy_TO)
-        _add_from_rank(dx_TI, dlow_TR, lora_A.to(dy.dtype), dropout, keys_T)
+        _add_from_rank(dx_TI, dlow_TR, lora_A.to(dy.dtype), kept)
         return dx_TI.view(x.shape), dA, dB, None
 
 
@@ -96,14 +98,20 @@ class LoraLinear(nn.Module):
         A is drawn on the CPU from `generator` (a CPU one), then moved: the same start on every device.
         """
         device = base.storage.device
-        if device.type == "meta":
-            lora_A = torch.empty(rank, base.in_features, dtype=dtype, device=device)
-        else:
-            bound = 1 / math.sqrt(base.in_features)
-            drawn = torch.empty(rank, base.in_features).uniform_(-bound, bound, generator=generator)
-            lora_A = drawn.to(device=device, dtype=dtype)
-        lora_B = torch.zeros(base.out_features, rank, dtype=dtype, device=device)
-        return cls(base, lora_A, lora_B, lora_scale(rank, alpha, rank_stabilized), dropout)
+        lora_A = torch.empty(rank, base.in_features, dtype=dtype, device=device)
+        lora_B = torch.empty(base.out_features, rank, dtype=dtype, device=device)
+        layer = cls(base, lora_A, lora_B, lora_scale(rank, alpha, rank_stabilized), dropout)
+        layer.restart(generator, device)
+        return layer
+
+    @torch.no_grad()
+    def restart(self, generator: torch.Generator, device: torch.device) -> None:
+        """Draw A anew, put B to zero, and keep both on `device` (a layer made on `meta` gets its numbers by this)."""
+        bound = 1 / math.sqrt(self.in_features)
+        drawn = torch.empty(self.rank, self.in_features).uniform_(-bound, bound, generator=generator)
+        lora_A = drawn.to(device=device, dtype=self.lora_A.dtype)
+        lora_B = torch.zeros(self.out_features, self.rank, dtype=self.lora_B.dtype, device=device)
+        self.lora_A, self.lora_B = nn.Parameter(lora_A), nn.Parameter(lora_B)
 
     @property
     def rank(self) -> int:
@@ -154,47 +162,62 @@ def lora_scale(rank: int, alpha: float, rank_stabilized: bool) -> float:
     return alpha / math.sqrt(rank) if rank_stabilized else alpha / rank
 
 
-def _survivors_gain(dropout: LoraDropout | None) -> float:
-    """Return 1 / (1 - p). It goes into thin factors, never into the mask, where bf16 would round it for every element."""
-    return 1.0 if dropout is None else 1 / (1 - dropout.probability)
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """Which numbers of one x [T, I] dropout keeps: made again from `keys_T` for every tile of tokens, never stored."""
+
+    keys_T: Tensor
+    probability: float
+    num_features: int
+
+    @classmethod
+    def of(cls, layer: LoraLinear) -> _Kept | None:
+        """Return the mask of the micro-batch now passing through, or None where nothing is dropped."""
+        if layer.dropout is None or not layer.training:
+            return None
+        keys_T, probability = layer.dropout.row_keys(), layer.dropout.probability
+        return cls(keys_T=keys_T, probability=probability, num_features=layer.in_features)
+
+    @property
+    def gain(self) -> float:
+        """1 / (1 - p). It goes into the thin factors, never into the mask, where bf16 would round it."""
+        return 1 / (1 - self.probability)
+
+    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (tokens, their mask of ones and zeros as `dtype` [t, I], to be written over)."""
+        for start, stop in row_tiles(len(self.keys_T), self.num_features * MASK_BYTES):
+            yield slice(start, stop), keep_mask(self.keys_T[start:stop], self.num_features, self.probability, dtype)
 
 
-def _into_rank(x_TI: Tensor, lora_A: Tensor, dropout: LoraDropout | None, keys_T: Tensor | None) -> Tensor:
+def _into_rank(x_TI: Tensor, lora_A: Tensor, kept: _Kept | None) -> Tensor:
     """Return (x * keep) A^T / (1 - p) [T, R]."""
-    if keys_T is None or dropout is None:
+    if kept is None:
         return torch.mm(x_TI, lora_A.t())
     low_TR = x_TI.new_empty(len(x_TI), len(lora_A))
-    for start, stop in row_tiles(len(x_TI), x_TI.shape[1] * 32):
-        kept = keep_mask(keys_T[start:stop], x_TI.shape[1], dropout.probability, x_TI.dtype).mul_(x_TI[start:stop])
-        torch.mm(kept, lora_A.t(), out=low_TR[start:stop])
-    return low_TR.mul_(_survivors_gain(dropout))
+    for tokens, mask in kept.tiles(x_TI.dtype):
+        torch.mm(mask.mul_(x_TI[tokens]), lora_A.t(), out=low_TR[tokens])
+    return low_TR.mul_(kept.gain)
 
 
-def _sum_outer(
-    left_TM: Tensor, right_TN: Tensor, dtype: torch.dtype, scale: float, dropout: LoraDropout | None, keys_T: Tensor | None
-) -> Tensor:
-    """Return scale * left^T (right * keep) [M, N], summed over the tokens in `dtype` at least (fp32 for 16-bit factors)."""
+def _sum_outer(left_TM: Tensor, right_TN: Tensor, dtype: torch.dtype, kept: _Kept | None) -> Tensor:
+    """Return left^T (right * keep) [M, N] as `dtype`, summed over the tokens in `dtype` or wider; a new tensor."""
     wide = torch.promote_types(left_TM.dtype, dtype)
-    if wide == left_TM.dtype and keys_T is None:
-        total = torch.mm(left_TM.t(), right_TN)
-        return (total if scale == 1.0 else total.mul_(scale)).to(dtype)
+    if kept is None and wide == left_TM.dtype:
+        return torch.mm(left_TM.t(), right_TN).to(dtype)
     total = torch.zeros(left_TM.shape[1], right_TN.shape[1], dtype=wide, device=left_TM.device)
-    bytes_per_token = (left_TM.shape[1] + right_TN.shape[1]) * wide.itemsize if keys_T is None else right_TN.shape[1] * 32
-    for start, stop in row_tiles(len(left_TM), bytes_per_token):
-        right = right_TN[start:stop].to(wide)
-        if keys_T is not None and dropout is not None:
-            right = keep_mask(keys_T[start:stop], right.shape[1], dropout.probability, wide).mul_(right)
-        total.addmm_(left_TM[start:stop].to(wide).t(), right, alpha=scale)
+    if kept is None:
+        for start, stop in row_tiles(len(left_TM), sum(total.shape) * wide.itemsize):
+            total.addmm_(left_TM[start:stop].to(wide).t(), right_TN[start:stop].to(wide))
+    else:
+        for tokens, mask in kept.tiles(wide):
+            total.addmm_(left_TM[tokens].to(wide).t(), mask.mul_(right_TN[tokens]))
     return total.to(dtype)
 
 
-def _add_from_rank(
-    dx_TI: Tensor, dlow_TR: Tensor, lora_A: Tensor, dropout: LoraDropout | None, keys_T: Tensor | None
-) -> None:
+def _add_from_rank(dx_TI: Tensor, dlow_TR: Tensor, lora_A: Tensor, kept: _Kept | None) -> None:
     """Add (dlow A) * keep into dx, in place; dlow already holds 1 / (1 - p)."""
-    if keys_T is None or dropout is None:
+    if kept is None:
         dx_TI.addmm_(dlow_TR, lora_A)
         return
-    for start, stop in row_tiles(len(dx_TI), dx_TI.shape[1] * 32):
-        kept = keep_mask(keys_T[start:stop], dx_TI.shape[1], dropout.probability, dx_TI.dtype)
-        dx_TI[start:stop].addcmul_(torch.mm(dlow_TR[start:stop], lora_A), kept)
+    for tokens, mask in kept.tiles(dx_TI.dtype):
+        dx_TI[tokens].addcmul_(torch.mm(dlow_TR[tokens], lora_A), mask)

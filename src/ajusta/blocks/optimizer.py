@@ -25,7 +25,7 @@ CHUNK = 1 << 18  # values: about 1 MiB of fp32 per temporary
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
-    """`betas` are decay rates per step, `max_grad_norm` is in units of the token-mean gradient; 0 turns clipping off."""
+    """The betas are decay rates a step; `max_grad_norm` is a norm of the token-mean gradient, 0 for no clipping."""
 
     beta1: float = 0.9
     beta2: float = 0.999

@@ -29,7 +29,7 @@ def quantize(weight_OI: Tensor, kind: str) -> Storage:
 
 
 def storage_from_state(tensors: Mapping[str, Tensor], layer: str) -> Storage:
-    """Open a weight that bitsandbytes or ajusta saved: `tensors` maps `weight`, `SCB`, `weight.absmax`, ... of one layer.
+    """Open a weight that bitsandbytes or ajusta saved: `tensors` maps one layer's `weight`, `SCB`, `weight.absmax`, ...
 
     Raises:
         ModelError: a scale is missing or does not fit; the message names `layer`.

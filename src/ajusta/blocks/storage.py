@@ -27,6 +27,7 @@ class Storage(nn.Module, ABC):
     """A frozen weight W [O, I] in some format. All of its tensors are frozen parameters or buffers."""
 
     kind: str  # none | int8 | nf4
+    planned_on: str = "cpu"  # the kind of device that a `meta` storage stands for: temporaries differ by it
     out_features: int
     in_features: int
 
@@ -66,6 +67,12 @@ class Storage(nn.Module, ABC):
     def device(self) -> torch.device:
         """Where the weight lives."""
         return next(iter((*self.parameters(), *self.buffers()))).device
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device whose temporaries are to be made: the weight's own, or `planned_on` on `meta`."""
+        kind = self.device.type
+        return self.planned_on if kind == "meta" else kind
 
     def extra_repr(self) -> str:
         """Show what a person looks for in a printed model."""
@@ -117,7 +124,20 @@ def take(tensors: Mapping[str, Tensor], key: str, layer: str, kind: str) -> Tens
     if key not in tensors:
         there = ", ".join(sorted(tensors)) or "nothing"
         raise ModelError(
-            f"{layer}: the {kind} weight has no {key!r} (there is: {there}); without it the packed numbers mean nothing; "
-            "the file is incomplete: save or download it again"
+            f"{layer}: the {kind} weight has no {key!r} (there is: {there}); without it the packed numbers mean "
+            "nothing; the file is incomplete: save or download it again"
         )
     return tensors[key]
+
+
+def refuse_infinite(scales: Tensor) -> None:
+    """Refuse a weight whose scales (its largest magnitudes) are not finite. Nothing is known, and asked, on `meta`.
+
+    Raises:
+        ModelError: there is an infinity or NaN.
+    """
+    if not scales.is_meta and not bool(torch.isfinite(scales).all()):
+        raise ModelError(
+            "the weight holds an infinity or NaN; no scale can express that; the model file is damaged, or was saved "
+            "in a 16-bit format that overflowed: load it with bits: none to see which tensor"
+        )

@@ -9,6 +9,7 @@ from typing import Protocol
 from ajusta.base.events import Listener
 from ajusta.report.show import Finding, LookedAt, Outcome
 from ajusta.spec.config import Config
+from ajusta.spec.plan import Plan
 
 
 class Speaker(Protocol):
@@ -26,8 +27,8 @@ class Run(Protocol):
     def finetune(self, config: Config, listener: Listener, *, resume: bool) -> Outcome:
         """Train and return the record."""
 
-    def plan(self, config: Config, listener: Listener) -> object:
-        """Return the plan, a dataclass."""
+    def plan(self, config: Config, listener: Listener) -> Plan:
+        """Return the plan."""
 
     def evaluate(
         self, folder: Path, listener: Listener, *, data: tuple[Path, ...], exams: tuple[Path, ...]
@@ -49,6 +50,6 @@ class Run(Protocol):
 
 def the_run() -> Run:
     """Return the module `ajusta.run`; the first call loads torch, which takes seconds."""
-    from ajusta import run
+    import ajusta.run as run
 
     return run

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ajusta.base.errors import EXIT_OURS, AjustaError, UserError
+from ajusta.base.errors import EXIT_DOES_NOT_FIT, EXIT_OURS, AjustaError, UserError, nearest
 from ajusta.cli.speech import be_lenient, complain, progress, say, say_json, shows_colour, speaks_unicode
 
+FORMS = ("adapter", "merged")
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
@@ -164,6 +165,12 @@ def evaluate(
         say(outcome_text(record))
 
 
+def _check_form(form: str) -> None:
+    """Refuse a form that nothing writes."""
+    if form not in FORMS:
+        raise UserError(f"--format is {form!r}; expected {' or '.join(FORMS)}{nearest(form, FORMS)}")
+
+
 @app.command()
 def export(
     folder: FolderArgument,
@@ -171,8 +178,7 @@ def export(
     form: Annotated[str, typer.Option("--format", metavar="adapter|merged", help="What to write.")] = "adapter",
 ) -> None:
     """Write a tuned model in a form that other programs open."""
-    if form not in ("adapter", "merged"):
-        raise UserError(f"--format is {form!r}; expected adapter or merged")
+    _check_form(form)
     from ajusta.cli.door import the_run
 
     with progress() as listener:
@@ -197,14 +203,16 @@ def plan(
     flags = {"model": model, "data": data, "memory": memory, "bits": bits, "max_length": max_length}
     settings = make_config(config, flags, set_ or (), required=("model",))
     from ajusta.cli.door import the_run
-    from ajusta.cli.plans import plan_text
+    from ajusta.report.plans import plan_facts, plan_text
 
     with progress() as listener:
         made = the_run().plan(settings, listener)
     if as_json:
-        say_json(made)
+        say_json(plan_facts(made))
     else:
-        say(plan_text(made))
+        say(plan_text(made, unicode=speaks_unicode()))
+    if not made.fits:
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
 @app.command()

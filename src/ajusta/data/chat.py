@@ -106,7 +106,7 @@ def chat_prompt_ids(
     answers = [index for index, turn in enumerate(variant) if turn["role"] == "assistant"]
     prompts = [render(tokenizer, variant[:index], tools, prompt=True) for index in answers]
     ids = encode_turns(tokenizer, text, _boundaries(text, prompts)).ids
-    return [*missing_opening(ids, chat.opening, tokenizer.bos_token_id), *ids]
+    return [*missing_opening(ids, chat.opening), *ids]
 
 
 def render_conversation(chat: ChatFormat, row: Row, *, system: str | None = None) -> Rendered:
@@ -164,7 +164,7 @@ def _marked(chat: ChatFormat, turns: Sequence[_Turn], *, trained: Sequence[_Turn
     encoded = encode_turns(chat.tokenizer, text, boundaries)
     token_at = dict(zip(boundaries, encoded.starts, strict=True))
     closing = [] if ended or chat.end_id is None else [chat.end_id]
-    opening = missing_opening(encoded.ids[:8], chat.opening, chat.tokenizer.bos_token_id)
+    opening = missing_opening(encoded.ids, chat.opening)
     mark = np.zeros(len(encoded.ids), dtype=np.bool_)
     for turn in trained:
         start = token_at[turn.start]

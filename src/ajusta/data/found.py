@@ -21,16 +21,27 @@ class Found:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def take_records(records: Iterable[tuple[str, object]], dropped: Iterable[Dropped] = ()) -> Found:
-    """Turn `(source, record)` pairs into rows; a record that is no usable row is dropped with its reason."""
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What stands in one place of a file, not yet looked at."""
+
+    source: str
+    value: object
+
+
+def take_records(records: Iterable[Record | Dropped]) -> Found:
+    """Turn records into rows, in the file's order; a record that is no usable row is dropped with its reason."""
     rows: list[Row] = []
-    refused = list(dropped)
+    refused: list[Dropped] = []
     counts: Counter[str] = Counter()
-    for source, record in records:
+    for record in records:
+        if isinstance(record, Dropped):
+            refused.append(record)
+            continue
         try:
-            row, remarks = take_row(record, source)
+            row, remarks = take_row(record.value, record.source)
         except DataError as error:
-            refused.append(Dropped(source=source, reason=str(error)))
+            refused.append(Dropped(source=record.source, reason=str(error)))
             continue
         rows.append(row)
         counts.update(remarks)

@@ -1,6 +1,6 @@
-"""JSON lines (`.jsonl`) and JSON documents (`.json`: a list of rows, one row, or `{"data": [...]}`).
+r"""JSON lines (`.jsonl`) and JSON documents (`.json`: a list of rows, one row, or `{"data": [...]}`).
 
-Lines end at \\n, \\r\\n or \\r only: the other line breaks of Unicode (U+2028, U+0085) may stand inside a JSON string,
+Lines end at \n, \r\n or \r only: the other line breaks of Unicode (U+2028, U+0085) may stand inside a JSON string,
 raw carriage returns may not. A list is read element by element, so that each row has its line and a file that was cut
 off still gives the rows before the cut.
 """
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from ajusta.base.errors import DataError
-from ajusta.data.found import Found, take_records
+from ajusta.data.found import Found, Record, take_records
 from ajusta.spec.data import Dropped
 
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -20,7 +20,7 @@ _BAD_JSON = (ValueError, RecursionError)
 
 
 def split_lines(text: str) -> list[str]:
-    """Split at \\n, \\r\\n and \\r, and at nothing else."""
+    r"""Split at \n, \r\n and \r, and at nothing else."""
     return re.split(r"\r\n|\n|\r", text)
 
 
@@ -30,20 +30,19 @@ def read_jsonl(text: str, label: str) -> Found:
     Raises:
         DataError: the file is blank.
     """
-    records: list[tuple[str, object]] = []
-    dropped: list[Dropped] = []
+    records: list[Record | Dropped] = []
     lines = split_lines(text)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         source = f"{label}:{number}"
         try:
-            records.append((source, json.loads(line)))
+            records.append(Record(source=source, value=json.loads(line)))
         except _BAD_JSON as error:
-            dropped.append(Dropped(source=source, reason=_why(line, error)))
-    if not records and not dropped:
+            records.append(Dropped(source=source, reason=_why(line, error)))
+    if not records:
         raise DataError("the file is empty")
-    found = take_records(records, dropped)
+    found = take_records(records)
     blank = sum(not line.strip() for line in lines[:-1])
     found.counts.update({"blank lines skipped": blank} if blank else {})
     return found
@@ -59,8 +58,7 @@ def read_json(text: str, label: str) -> Found:
     if start == len(text):
         raise DataError("the file is empty")
     if text[start] == "[":
-        dropped: list[Dropped] = []
-        return take_records(list(_elements(text, start + 1, label, dropped)), dropped)
+        return take_records(_elements(text, start + 1, label))
     try:
         whole = json.loads(text)
     except _BAD_JSON as error:
@@ -69,11 +67,13 @@ def read_json(text: str, label: str) -> Found:
         raise DataError(_why(text, error)) from error
     inner = whole.get("data") if isinstance(whole, dict) else None
     if isinstance(inner, list):
-        return take_records((f"{label}:1 (item {number})", item) for number, item in enumerate(inner, start=1))
-    return take_records([(f"{label}:1", whole)])
+        return take_records(
+            Record(source=f"{label}:1 (item {number})", value=item) for number, item in enumerate(inner, start=1)
+        )
+    return take_records([Record(source=f"{label}:1", value=whole)])
 
 
-def _elements(text: str, position: int, label: str, dropped: list[Dropped]) -> Iterator[tuple[str, object]]:
+def _elements(text: str, position: int, label: str) -> Iterator[Record | Dropped]:
     """Yield the elements of a list whose bracket stands before `position`; stop at the first break in the syntax."""
     decoder = json.JSONDecoder()
     line, counted = 1, 0
@@ -86,15 +86,15 @@ def _elements(text: str, position: int, label: str, dropped: list[Dropped]) -> I
         try:
             value, position = decoder.raw_decode(text, position)
         except _BAD_JSON as error:
-            dropped.append(Dropped(source=source, reason=_why(text, error) + "; the rest of the file was not read"))
+            yield Dropped(source=source, reason=_why(text, error) + "; the rest of the file was not read")
             return
-        yield source, value
+        yield Record(source=source, value=value)
         position = _skip(text, position)
         mark = text[position : position + 1]
         if mark == "]":
             return
         if mark != ",":
-            dropped.append(Dropped(source=source, reason="the list is not closed after this row; the file is cut off"))
+            yield Dropped(source=source, reason="the list is not closed after this row; the file is cut off")
             return
         position = _skip(text, position + 1)
 

@@ -11,17 +11,17 @@ import sys
 from collections.abc import Iterator
 
 from ajusta.base.errors import DataError
-from ajusta.data.found import Found, take_records
+from ajusta.data.found import Found, Record, take_records
 from ajusta.data.rows import EXPECTED, fold_key, format_of
 from ajusta.spec.data import Dropped
 
 DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 _SNIFFED_RECORDS = 50
 
-Record = tuple[int, list[str] | str]  # the line it starts on, and its cells, or why it cannot be read
+Line = tuple[int, list[str] | str]  # the line it starts on, and its cells, or why it cannot be read
 
 
-def records_of(text: str, delimiter: str) -> Iterator[Record]:
+def records_of(text: str, delimiter: str) -> Iterator[Line]:
     """Yield each record with its first line; blank lines are passed over, broken records give the reason as text."""
     csv.field_size_limit(sys.maxsize)  # the module's own limit of 131,072 characters is a setting of the process
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -74,7 +74,7 @@ def read_table(text: str, label: str) -> Found:
     doubled = sorted({name for name in header if header.count(name) > 1})
     if doubled:
         raise DataError(f"column {', '.join(doubled)} stands twice in the header; rename one")
-    found = _take(records, header, label)
+    found = take_records(_take(records, header, label))
     used = known.used(header)
     unused = [name for name in header if name not in used]
     note = f"{label}: {DELIMITERS[delimiter]}-separated, columns used: {', '.join(used)}"
@@ -84,16 +84,13 @@ def read_table(text: str, label: str) -> Found:
     return Found(rows=found.rows, dropped=found.dropped, notes=(note,), counts=found.counts)
 
 
-def _take(records: Iterator[Record], header: list[str], label: str) -> Found:
-    good: list[tuple[str, object]] = []
-    dropped: list[Dropped] = []
+def _take(records: Iterator[Line], header: list[str], label: str) -> Iterator[Record | Dropped]:
     for line, cells in records:
         source = f"{label}:{line}"
         if isinstance(cells, str):
-            dropped.append(Dropped(source=source, reason=cells))
+            yield Dropped(source=source, reason=cells)
         elif len(cells) != len(header):
             reason = f"{len(cells)} fields, but the header has {len(header)}; quote cells that hold the delimiter"
-            dropped.append(Dropped(source=source, reason=reason))
+            yield Dropped(source=source, reason=reason)
         else:
-            good.append((source, dict(zip(header, cells, strict=True))))
-    return take_records(good, dropped)
+            yield Record(source=source, value=dict(zip(header, cells, strict=True)))

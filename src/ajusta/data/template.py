@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 
@@ -52,9 +52,10 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tool
     Raises:
         DataError: the template refuses the conversation.
     """
+    turns: Any = [dict(message) for message in messages]  # transformers' own type knows turns of text only
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
+            turns,
             tools=[dict(tool) for tool in tools] if tools else None,
             tokenize=False,
             add_generation_prompt=prompt,

@@ -1,4 +1,4 @@
-"""Plain text and Markdown: one file is one document. Line ends become `\\n`; nothing else is changed."""
+r"""Plain text and Markdown: one file is one document. Line ends become `\n`; nothing else is changed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A model folder's tokenizer: loaded from local files only, and written so that every reader finds its chat "
-"template."""
+"""A model folder's tokenizer: loaded from local files only, written so that every reader finds its chat template."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
         config["chat_template"] = template
     if config.get("tokenizer_class") == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the same class by the name that transformers 4 knows too
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the same class, by transformers 4's name
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

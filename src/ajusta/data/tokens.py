@@ -50,9 +50,9 @@ def opening_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return ()
 
 
-def missing_opening(ids: Sequence[int], opening: tuple[int, ...], bos_id: int | None) -> tuple[int, ...]:
-    """Return the opening if `ids` do not start with it (or with a BOS that a template printed), else nothing."""
-    if not opening or tuple(ids[: len(opening)]) == opening or (ids and ids[0] == bos_id):
+def missing_opening(ids: Sequence[int], opening: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the opening if `ids` do not start with it already (a template printed it), else nothing."""
+    if not opening or tuple(ids[: len(opening)]) == opening:
         return ()
     return opening
 

@@ -16,12 +16,14 @@ from ajusta.blocks.dropout import DropoutContext, LoraDropout
 from ajusta.blocks.linear import FrozenLinear, is_conv1d
 from ajusta.blocks.lora import LoraLinear
 from ajusta.blocks.quantize import quantize
-from ajusta.blocks.storage import Dense
+from ajusta.blocks.storage import Dense, Storage
 from ajusta.engine.chain import Chain
 from ajusta.engine.skeleton import Skeleton
 from ajusta.engine.weights import WeightSource
 from ajusta.engine.weights_names import match_names, renamer
 from ajusta.memory.place import Category, Place
+
+Choose = Callable[[dict[str, nn.Module]], Iterable[str]]  # of the blocks' linears by path, those that get an adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,13 @@ class Assembled:
     adapters: dict[str, LoraLinear]
     not_adapted: tuple[str, ...]  # linears inside the blocks without an adapter
     storages: dict[str, str]
-    dropout: DropoutContext
+    module_paths: tuple[str, ...]  # of every module that holds a tensor, as the model itself names it
+    loose: frozenset[str]  # names of tensors that are no linear's of a block: embeddings, head, norms
+
+    def linears(self) -> list[FrozenLinear]:
+        """Return every frozen linear of the blocks."""
+        layers = [self.chain.submodule(path) for path in self.storages]
+        return [layer.base if isinstance(layer, LoraLinear) else layer for layer in layers]  # type: ignore[misc]
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what is trained, in the model's order: A and B of each adapter."""
@@ -58,7 +66,7 @@ def assemble(
     *,
     dtype: torch.dtype,
     bits: str,
-    adapted: Callable[[dict[str, nn.Module]], Iterable[str]],
+    adapted: Choose,
     adapter: AdapterSpec | None,
     loaded: Callable[[int, int], None] = lambda done, total: None,
 ) -> Assembled:
@@ -110,7 +118,8 @@ def assemble(
         adapters=adapters,
         not_adapted=tuple(path for path in skeleton.linears if path not in chosen),
         storages=storages,
-        dropout=context,
+        module_paths=tuple(dict.fromkeys(name.rpartition(".")[0] for name in skeleton.slots)),
+        loose=frozenset(name for name in skeleton.slots if name.rpartition(".")[0] not in storages),
     )
 
 
@@ -173,9 +182,9 @@ def _frozen(path: str, module: nn.Module, reader: _Reader, bits: str, place: Pla
     """Read one linear's weight and store it as asked; the tensor that was read is free when this returns."""
     transposed = is_conv1d(module)
     with place.category(Category.BASE):
+        stored: Storage
         if bits == "none":
-            storage = Dense(reader.tensor(f"{path}.weight"), transposed=transposed)
-            stored = storage
+            stored = Dense(reader.tensor(f"{path}.weight"), transposed=transposed)
         else:
             raw = reader.raw(f"{path}.weight")
             stored = quantize(raw.t() if transposed else raw, bits).to(place.device)

@@ -1,22 +1,25 @@
-"""A model as `prelude, [blocks], epilogue`, derived from any transformers model by watching it run once.
+"""A model as `prelude, [blocks], epilogue`, the form in which the engine holds every transformers model.
 
     prelude    input ids, positions          -> first hidden state, and what each block receives besides it
     blocks     hidden state                  -> hidden state, one decoder block at a time
     epilogue   last hidden state             -> what the head receives (usually one norm)
     head       that                          -> logits, with the model's own scale or soft cap
 
-The engine owns the loop over blocks; that is what lets it recompute, offload, stream and sweep them. The derivation
-runs the model's own forward on `meta`: no byte is computed and no architecture is named. The longest `ModuleList` whose
-children are all called becomes the blocks; each must receive what the one before returned. Where the split cannot be
-derived the whole base model is one block: fewer levers, the same result, and the reason is kept in `Chain.whole_because`.
+The engine owns the loop over blocks; that is what lets it recompute, offload, stream and sweep them. Where the split
+cannot be derived (engine/derive.py) the whole base model is one block: fewer levers, the same result, and the reason is
+kept in `Chain.whole_because`.
 
 The prelude is the model's own forward with each block replaced by a `Relay`, which notes what it is given and hands the
-hidden state on, and which stops the forward at the last block.
+hidden state on, and which stops the forward at the last block. The epilogue is a list of modules, or, where a bare
+operation stands among them, the model's own forward once more: now the relays hand on the last hidden state, and the
+head's turn stops it.
+
+A few families hand a second tensor from block to block (`Carried`): it travels beside the hidden state, joined to it
+along the last dimension, so that recompute policies see one tensor and its gradient is not forgotten.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ajusta.base.errors import ModelError
 from ajusta.blocks.dropout import DropoutContext, TokenIds
 from ajusta.memory.place import Place
 from ajusta.spec.data import MicroBatch
@@ -34,45 +36,66 @@ _HIDDEN = "hidden_states"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Carried:
+    """Output number `index` of one block, which the next one receives; `width` values a token, `flat` without batch."""
+
+    index: int
+    width: int
+    flat: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Call:
-    """What one block received besides the hidden state."""
+    """What one block received besides the hidden state; a `Carried` stands for what the block before will return."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     hidden_by_name: bool = False
 
-    def run(self, block: nn.Module, hidden: Tensor) -> Any:
+    def run(self, block: nn.Module, hidden: Tensor, carried: Mapping[Carried, Tensor]) -> Any:
         """Call the block as the model itself did."""
+        args = [carried[value] if isinstance(value, Carried) else value for value in self.args]
+        kwargs = {name: carried[v] if isinstance(v, Carried) else v for name, v in self.kwargs.items()}
         if self.hidden_by_name:
-            return block(**{**self.kwargs, _HIDDEN: hidden})
-        return block(hidden, *self.args, **self.kwargs)
+            return block(**kwargs, **{_HIDDEN: hidden})
+        return block(hidden, *args, **kwargs)
 
 
 class _ReachedLastBlock(Exception):
     """Stops the model's own forward once the prelude is done."""
 
 
+class _ReachedHead(Exception):
+    """Stops the model's own forward before the head; carries what the head would have received."""
+
+
 class Relay(nn.Module):
     """Stands where a block stood: passes calls through, or notes them while the prelude runs."""
 
-    def __init__(self, block: nn.Module, notes: Notes, is_last: bool) -> None:
+    def __init__(self, block: nn.Module, notes: Notes, is_last: bool, returns: tuple[Any, ...] | None) -> None:
         super().__init__()
         self.block = block
         self._notes = [notes]  # in a list, so that it is no submodule
         self._is_last = is_last
+        self._returns = returns  # what stands behind the hidden state in this block's output; None: it comes alone
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, or only note what it was given."""
         notes = self._notes[0]
-        if not notes.recording:
+        if not notes.recording and notes.last_hidden is None:
             return self.block(*args, **kwargs)
-        hidden, call = _split_call(args, kwargs)
+        hidden, call = split_call(args, kwargs)
+        if notes.last_hidden is not None:
+            return self._as_returned(notes.last_hidden if self._is_last else hidden)
         notes.calls.append(call)
         if len(notes.calls) == 1:
             notes.first_hidden = hidden
         if self._is_last:
             raise _ReachedLastBlock
-        return (hidden,) if notes.in_tuple else hidden
+        return self._as_returned(hidden)
+
+    def _as_returned(self, hidden: Tensor) -> Any:
+        return hidden if self._returns is None else (hidden, *self._returns)
 
     def __getattr__(self, name: str) -> Any:
         """Answer for the block, since models read attributes such as `attention_type` off their layers."""
@@ -87,8 +110,8 @@ class Notes:
     """What the relays of one model write down while a prelude runs."""
 
     recording: bool = False
-    in_tuple: bool = False  # blocks of this family return (hidden, ...)
     first_hidden: Tensor | None = None
+    last_hidden: Tensor | None = None  # set while the epilogue runs by the model's own forward
     calls: list[Call] = field(default_factory=list)
 
 
@@ -98,6 +121,11 @@ class Logits:
 
     scale: float = 1.0
     softcap: float | None = None
+
+    def apply(self, output: Tensor) -> Tensor:
+        """Return the logits made of the head's output, a new tensor unless there is nothing to do."""
+        logits = output if self.scale == 1.0 else output * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 @dataclass(kw_only=True)
@@ -113,7 +141,12 @@ class Chain:
     notes: Notes
     needs_mask: bool  # attention without an interface: a ready mask [1, 1, T, T] is handed in
     takes_positions: bool
+    ends_by_forward: bool = False  # the epilogue is the model's own forward from the last block to the head
+    hidden_dims: int = 3  # [1, T, H], and more where a family keeps several streams
+    carried: tuple[Carried, ...] = ()
+    exact_up_to: int | None = None  # tokens of an example: a ready mask knows nothing of a family's sliding window
     whole_because: str | None = None
+    mixes_because: str | None = None  # why examples in one row would not be alone; None: they are
     dropout: DropoutContext = field(default_factory=lambda: DropoutContext(seed=0))
     dropping: list[nn.Module] = field(default_factory=list)  # layers with LoRA dropout
 
@@ -121,6 +154,11 @@ class Chain:
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
         return self.model.dtype
+
+    @property
+    def isolates(self) -> bool:
+        """Whether several examples may lie in one row; where not, a micro-batch is one example."""
+        return self.mixes_because is None
 
     def submodule(self, path: str) -> nn.Module:
         """Return the module that had this path before the relays were put in."""
@@ -147,14 +185,16 @@ class Chain:
         """Return the block as a function of its hidden state, for a recompute policy to call."""
         return lambda hidden: self.run_block(index, hidden, call)
 
-    def prelude(self, input_ids_T: Tensor, position_ids_T: Tensor, mask: Tensor | None = None) -> tuple[Tensor, list[Call]]:
+    def prelude(
+        self, input_ids_T: Tensor, position_ids_T: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, list[Call]]:
         """Run the model up to its first block; return that block's hidden state [1, T, H] and each block's call."""
-        inputs = self._inputs(input_ids_T, position_ids_T, mask)
+        inputs = self.inputs(input_ids_T, position_ids_T, mask)
         if self.block_path is None:
             return input_ids_T, [Call(args=(), kwargs=inputs)]
         self.notes.recording, self.notes.calls, self.notes.first_hidden = True, [], None
         try:
-            self.model.base_model(**inputs)
+            self.model(**inputs)
         except _ReachedLastBlock:
             pass
         finally:
@@ -165,19 +205,51 @@ class Chain:
         return hidden, calls
 
     def run_block(self, index: int, hidden: Tensor, call: Call) -> Tensor:
-        """Run one block; return its hidden state [1, T, H]."""
+        """Run one block; return its hidden state [1, T, H], with what is carried joined on."""
         if self.block_path is None:
             out = self.model.base_model(**call.kwargs)
             return first_tensor(getattr(out, "last_hidden_state", out))
-        return first_tensor(call.run(self.blocks[index], hidden))
+        carried: dict[Carried, Tensor] = {}
+        if self.carried and index > 0:
+            widths = [key.width for key in self.carried]
+            hidden, *rest = hidden.split([hidden.shape[-1] - sum(widths), *widths], dim=-1)
+            carried = {key: value[0] if key.flat else value for key, value in zip(self.carried, rest, strict=True)}
+        out = call.run(self.blocks[index], hidden, carried)
+        if not self.carried or index == len(self.blocks) - 1:
+            return first_tensor(out)
+        return torch.cat(
+            [out[0], *(out[key.index][None] if key.flat else out[key.index] for key in self.carried)], dim=-1
+        )
 
     def finish(self, hidden: Tensor) -> Tensor:
-        """Run the epilogue on hidden states of any number of positions."""
+        """Run the epilogue on the hidden states of any positions, [C, H] or [1, C, H]."""
+        if hidden.dim() < self.hidden_dims:
+            return self.finish(hidden[None])[0]
+        if self.ends_by_forward:
+            return self._finish_by_forward(hidden)
         for module in self.epilogue:
             hidden = first_tensor(module(hidden))
         return hidden
 
-    def _inputs(self, input_ids_T: Tensor, position_ids_T: Tensor, mask: Tensor | None) -> dict[str, Any]:
+    def _finish_by_forward(self, hidden: Tensor) -> Tensor:
+        ids = torch.zeros(hidden.shape[1], dtype=torch.int64, device=hidden.device)
+        mask = torch.zeros(1, 1, len(ids), len(ids), dtype=self.dtype, device=ids.device) if self.needs_mask else None
+        self.notes.last_hidden = hidden
+        try:
+            self.model(**self.inputs(ids, ids, mask))
+        except _ReachedHead as reached:
+            return first_tensor(reached.args)
+        finally:
+            self.notes.last_hidden = None
+        raise AssertionError("the model's own forward did not come to its head")
+
+    def stop_before_head(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Be the head's pre-hook where the epilogue runs by the model's own forward."""
+        if self.notes.last_hidden is not None:
+            raise _ReachedHead(*args)
+
+    def inputs(self, input_ids_T: Tensor, position_ids_T: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        """Return what the model itself is called with."""
         inputs: dict[str, Any] = {"input_ids": input_ids_T[None], "use_cache": False}
         if self.takes_positions:
             inputs["position_ids"] = position_ids_T[None]
@@ -194,152 +266,10 @@ def first_tensor(result: Any) -> Tensor:
     return out
 
 
-def _split_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Call]:
+def split_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Call]:
+    """Part a block's hidden state from the rest of what it was given."""
     if args:
         return args[0], Call(args=args[1:], kwargs=dict(kwargs))
     rest = dict(kwargs)
     hidden = rest.pop(_HIDDEN)
     return hidden, Call(args=(), kwargs=rest, hidden_by_name=True)
-
-
-@dataclass(kw_only=True)
-class _Watched:
-    """One module call seen while the whole model ran on `meta`."""
-
-    name: str
-    module: nn.Module
-    inputs: list[int]
-    output: Any
-    order: int
-
-
-def derive(model: PreTrainedModel, needs_mask: bool) -> Chain:
-    """Take a model on `meta` apart; its blocks are replaced by relays in place.
-
-    Raises:
-        ModelError: the model has no head that turns hidden states into logits, or does not run at all.
-    """
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ModelError(f"{type(model).__name__} has no output head; expected a causal language model")
-    takes_positions = "position_ids" in inspect.signature(type(model.base_model).forward).parameters
-    notes = Notes()
-    chain = Chain(
-        model=model, block_path=None, blocks=[model.base_model], epilogue=[], head=head, logits=_logits(model),
-        notes=notes, needs_mask=needs_mask, takes_positions=takes_positions,
-    )  # fmt: skip
-    calls = _watch(chain)
-    path, reason = _find_blocks(model, calls)
-    if path is None:
-        return _whole(chain, reason)
-    blocks = list(model.get_submodule(path).children())
-    epilogue, reason = _find_epilogue(calls, blocks[-1], head)
-    if epilogue is None:
-        return _whole(chain, reason)
-    notes.in_tuple = isinstance(next(c.output for c in calls if c.module is blocks[0]), tuple)
-    holder = model.get_submodule(path)
-    assert isinstance(holder, nn.ModuleList)
-    for index, block in enumerate(blocks):
-        holder[index] = Relay(block, notes, is_last=index == len(blocks) - 1)
-    chain.block_path, chain.blocks, chain.epilogue = path, blocks, epilogue
-    return chain
-
-
-def _whole(chain: Chain, reason: str) -> Chain:
-    chain.whole_because = reason
-    return chain
-
-
-def _storages(values: Any) -> list[int]:
-    if isinstance(values, Tensor):
-        return [values.untyped_storage()._cdata]
-    if isinstance(values, Mapping):
-        return [key for value in values.values() for key in _storages(value)]
-    if isinstance(values, tuple | list):
-        return [key for value in values for key in _storages(value)]
-    return []
-
-
-def _watch(chain: Chain) -> list[_Watched]:
-    """Run the whole model once and return every module call in the order of its end."""
-    calls: list[_Watched] = []
-    keep: list[Any] = []  # holds every tensor, so that no storage address is used twice
-
-    def hook(name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-            keep.append((args, kwargs, output))
-            inputs = _storages(args) + _storages(kwargs)
-            calls.append(_Watched(name=name, module=module, inputs=inputs, output=output, order=len(calls)))
-
-        return note
-
-    model = chain.model
-    handles = [m.register_forward_hook(hook(n), with_kwargs=True) for n, m in model.named_modules()]
-    device = next(model.parameters()).device
-    try:
-        ids = torch.zeros(4, dtype=torch.int64, device=device)
-        positions = torch.arange(4, device=device)
-        mask = torch.zeros(1, 1, 4, 4, device=device, dtype=model.dtype) if chain.needs_mask else None
-        with torch.no_grad():
-            model(**chain._inputs(ids, positions, mask))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def _find_blocks(model: PreTrainedModel, calls: list[_Watched]) -> tuple[str | None, str]:
-    """Return the path of the block list, or None and the reason why there is none."""
-    times: dict[int, int] = {}
-    for call in calls:
-        times[id(call.module)] = times.get(id(call.module), 0) + 1
-    lists = [
-        (name, list(module.children()))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 0
-    ]
-    called = [(name, kids) for name, kids in lists if all(times.get(id(kid), 0) >= 1 for kid in kids)]
-    if not called:
-        return None, "no list of modules is called child by child"
-    name, kids = max(called, key=lambda pair: len(pair[1]))
-    if any(times[id(kid)] > 1 for kid in kids):
-        return None, f"the blocks of {name} are called several times (looped depth)"
-    by_module = {id(call.module): call for call in calls}
-    previous: list[int] | None = None
-    for kid in kids:
-        call = by_module[id(kid)]
-        if previous is not None and (not call.inputs or call.inputs[0] not in previous):
-            return None, f"the blocks of {name} do not hand their hidden state straight on"
-        previous = _storages(call.output)
-    return name, ""
-
-
-def _find_epilogue(calls: list[_Watched], last: nn.Module, head: nn.Module) -> tuple[list[nn.Module] | None, str]:
-    """Return the modules that lead from the last block to the head, each taking what the one before gave."""
-    end = next(call.order for call in calls if call.module is last)
-    ends = [call for call in calls if call.module is head]
-    if not ends:
-        return None, "the head is not called as a module"
-    target = ends[0].inputs[0]
-    at = _storages(first_tensor(calls[end].output))[0]
-    found: list[nn.Module] = []
-    for call in calls[end + 1 : ends[0].order]:
-        if at == target:
-            break
-        if call.inputs and call.inputs[0] == at and isinstance(call.output, Tensor | tuple):
-            found.append(call.module)
-            at = _storages(first_tensor(call.output))[0]
-    if at != target:
-        return None, "something that is no module stands between the last block and the head"
-    return found, ""
-
-
-def _logits(model: PreTrainedModel) -> Logits:
-    """Read what the family does to the head's output; each name is the one its configuration uses."""
-    config = model.config.get_text_config()
-    scale = 1.0
-    for name, divides in (("logit_scale", False), ("lm_head_multiplier", False), ("logits_scaling", True)):
-        value = getattr(config, name, None)
-        if isinstance(value, int | float) and value:
-            scale = scale / value if divides else scale * value
-    return Logits(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))

@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from transformers import AutoConfig, PretrainedConfig
 
 from ajusta.base.errors import ModelError, nearest
 from ajusta.engine.gguf_header import GgufHeader, number
+from ajusta.engine.weights_base import one_line
 from ajusta.engine.weights_config import causal_class_names
 
 Settings = dict[str, object]
-# Llama 3's smooth band, the same in all its releases; only the factor differs. transformers: _compute_llama3_parameters.
+# Llama 3's smooth band, the same in all releases; only the factor differs. transformers: _compute_llama3_parameters.
 _YARN_UNREAD = ("attn_factor", "yarn_attn_factor", "yarn_log_multiplier", "yarn_ext_factor")
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
@@ -102,7 +104,8 @@ def _phi3(reader: _Reader) -> Settings:
     settings = _decoder(reader)
     settings.pop("head_dim")  # Phi-3 derives it
     window = reader.integer("attention.sliding_window", 0)
-    return settings | {"sliding_window": window or None}
+    original = reader.integer("rope.scaling.original_context_length", reader.integer("context_length"))
+    return settings | {"sliding_window": window or None, "original_max_position_embeddings": original}
 
 
 def _gpt2(reader: _Reader) -> Settings:
@@ -156,6 +159,10 @@ def config_of(header: GgufHeader, rope_freqs: NDArray[np.float32] | None, where:
     if embedding is None:
         raise ModelError(f"{where} has no tensor token_embd.weight; expected a whole language model; fetch it again")
     try:
+        if not 0 < reader.integer("block_count") <= len(header.tensors):  # before anything is built that many times
+            raise ModelError(
+                f"{len(header.tensors)} tensors cannot be {reader.integer('block_count')} blocks; fetch it again"
+            )
         settings = _FAMILIES[architecture](reader)
         config: PretrainedConfig = AutoConfig.for_model(
             architecture,
@@ -168,8 +175,10 @@ def config_of(header: GgufHeader, rope_freqs: NDArray[np.float32] | None, where:
         )
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from error
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise ModelError(f"{where} describes an impossible {architecture} model ({error}); fetch it again") from error
+    except (ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
+        raise ModelError(
+            f"{where} describes an impossible {architecture} model ({one_line(error)}); fetch it again"
+        ) from error
     config.architectures = causal_class_names(architecture)
     return config
 
@@ -198,7 +207,8 @@ def token_id(metadata: Mapping[str, object], name: str) -> int | None:
 def _architecture(metadata: Mapping[str, object], where: str) -> str:
     if metadata.get("general.type", "model") != "model":
         raise ModelError(
-            f"{where} holds a {metadata['general.type']}; expected a whole model; give the base model's file"
+            f"{where} is of the type {_short(metadata['general.type'])}; expected a whole model; give the base model's "
+            f"file"
         )
     parts = metadata.get("split.count", 0)
     if isinstance(parts, int) and parts > 1:
@@ -207,10 +217,15 @@ def _architecture(metadata: Mapping[str, object], where: str) -> str:
     if architecture not in _FAMILIES:
         near = nearest(str(architecture), _FAMILIES)
         raise ModelError(
-            f"{where} has the GGUF architecture {architecture!r}; expected one of {', '.join(_FAMILIES)}{near}; use "
-            f"the model's safetensors folder instead"
+            f"{where} has the GGUF architecture {_short(architecture)}; expected one of {', '.join(_FAMILIES)}{near}; "
+            f"use the model's safetensors folder instead"
         )
     return str(architecture)
+
+
+def _short(value: object) -> str:
+    """Show a value of the file: as it stands in Python, and never long."""
+    return ascii(value)[:60]
 
 
 def _rope(reader: _Reader, head_dim: int) -> Settings:
@@ -230,7 +245,7 @@ def _rope(reader: _Reader, head_dim: int) -> Settings:
         return rope | {"rope_type": "linear", "factor": reader.real("rope.scaling.factor")}
     if kind == "yarn":
         return rope | _yarn(reader)
-    raise ModelError(f"rope scaling {kind!r} is not read from GGUF; expected none, linear, yarn or Llama 3's")
+    raise ModelError(f"rope scaling {_short(kind)} is not read from GGUF; expected none, linear, yarn or Llama 3's")
 
 
 def _yarn(reader: _Reader) -> Settings:
@@ -250,12 +265,14 @@ def _yarn(reader: _Reader) -> Settings:
 
 def _llama3_scaling(stored: NDArray[np.float32], theta: float, head_dim: int) -> Settings:
     """Recover Llama 3's scaling from the divisors that llama.cpp stores in its place, and prove that it gives them."""
+    if stored.shape != (head_dim // 2,):
+        raise ModelError(f"rope_freqs.weight has {stored.size} values; expected {head_dim // 2}; fetch the file again")
     factor = float(str(np.float32(stored.max())))
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     smooth = (_LLAMA3_CONTEXT / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
     smooth = np.clip(smooth, 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4, atol=0.0):
+    if not np.allclose(stored, expected, rtol=1e-4, atol=0.0):
         raise ModelError(
             "rope_freqs.weight is not Llama 3's scaling; expected that one; use the model's safetensors folder"
         )

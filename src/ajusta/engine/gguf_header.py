@@ -24,6 +24,7 @@ from ajusta.base.errors import ModelError, nearest
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _MAX_NESTING = 3
+_MAX_NAME = 256  # llama.cpp allows 64 for tensors
 _SCALARS = {
     GGUFValueType.UINT8: "<u1",
     GGUFValueType.INT8: "<i1",
@@ -103,12 +104,19 @@ class _Cursor:
         return value
 
     def text(self, what: str) -> str:
-        """Read a string. Bytes that are no UTF-8 stay apart from each other (vocabularies hold such pieces)."""
+        """Read a string; bytes that are no UTF-8 are written as escapes, so that it can be shown and stays unique."""
         length = self.u64(what)
         self.need(length, what)
         raw = self.data[self.at : self.at + length]
         self.at += length
-        return raw.decode("utf-8", errors="surrogateescape")
+        return raw.decode("utf-8", errors="backslashreplace")
+
+    def name(self, what: str) -> str:
+        """Read a short printable string: what messages are made of."""
+        text = self.text(what)
+        if len(text) > _MAX_NAME or not text.isprintable():
+            raise self.bad(f"{what} that is no name")
+        return text
 
     def scalar(self, kind: GGUFValueType) -> object:
         """Read a number or bool."""
@@ -121,7 +129,7 @@ class _Cursor:
         values = np.frombuffer(self.data[self.at : self.at + count * dtype.itemsize], dtype=dtype)
         self.at += count * dtype.itemsize
         if kind is GGUFValueType.FLOAT32 and count == 1:
-            return [float(str(values[0]))]  # 1e-05, not 9.999999747378752e-06: the shortest decimal that gives this float
+            return [float(str(values[0]))]  # the shortest decimal that gives this float: 1e-05, not 9.99999974e-06
         return list(values.tolist())
 
     def value(self, kind: GGUFValueType, nesting: int = 0) -> object:
@@ -162,7 +170,7 @@ def read_header(path: Path) -> GgufHeader:
         num_pairs = cursor.count("metadata count", _MIN_PAIR_BYTES)
         metadata: dict[str, object] = {}
         for _ in range(num_pairs):
-            name = cursor.text("a metadata name")
+            name = cursor.name("a metadata name")
             metadata[name] = cursor.value(cursor.kind())
         raw = [_tensor_entry(cursor) for _ in range(num_tensors)]
         start = _data_start(cursor, metadata)
@@ -188,7 +196,7 @@ def _check_magic(cursor: _Cursor) -> None:
 
 
 def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
-    name = cursor.text("a tensor name")
+    name = cursor.name("a tensor name")
     num_dims = cursor.u32("a dimension count")
     if not 1 <= num_dims <= _MAX_DIMS:
         raise cursor.bad(f"tensor {name} with {num_dims} dimensions")
@@ -208,7 +216,7 @@ def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizati
 def _data_start(cursor: _Cursor, metadata: Mapping[str, object]) -> int:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise cursor.bad(f"alignment {alignment!r}")
+        raise cursor.bad(f"alignment {ascii(alignment)[:60]}")
     return -(-cursor.at // alignment) * alignment
 
 
@@ -235,6 +243,6 @@ def number(metadata: Mapping[str, object], key: str, default: float | None = Non
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         near = nearest(key, metadata)
         raise ModelError(
-            f"GGUF metadata {key} is {value!r}; expected one number{near}; use the model's safetensors folder"
+            f"GGUF metadata {key} is {ascii(value)[:60]}; expected one number{near}; use the model's safetensors folder"
         )
     return value

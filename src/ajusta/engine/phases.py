@@ -1,6 +1,8 @@
-"""Each phase of a model's life as a function over a place: the planner calls them on `meta`, the run calls them for real."""
+"""Phases of a model's life as functions over a place: the planner calls them on `meta`, the run calls them for real."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
 from ajusta.blocks.recompute import Keep, Policy, Recompute
@@ -26,10 +28,18 @@ def make_optimizer(model: Assembled, settings: AdamWSettings, place: Place) -> F
 
 
 def run_step(
-    model: Assembled, place: Place, micro: tuple[MicroBatch, ...], rung: Rung, optimizer: FlatAdamW, rate: float, step: int
+    model: Assembled,
+    place: Place,
+    micro: tuple[MicroBatch, ...],
+    rung: Rung,
+    optimizer: FlatAdamW,
+    rate: float,
+    step: int,
+    before_update: Callable[[FlatAdamW], None] = lambda optimizer: None,
 ) -> StepResult:
-    """Run one optimizer step on a rung of the plan."""
-    return optimizer_step(model.chain, place, micro, step_plan(rung, len(model.chain.blocks)), optimizer, rate, step)
+    """Run one optimizer step on a rung of the plan; `before_update` may look at the summed gradients."""
+    plan = step_plan(rung, len(model.chain.blocks))
+    return optimizer_step(model.chain, place, micro, plan, optimizer, rate, step, before_update)
 
 
 def adopt_model(model: Assembled, place: Place) -> None:
@@ -37,7 +47,11 @@ def adopt_model(model: Assembled, place: Place) -> None:
     if place.ledger is None:
         return
     module = model.chain.model
-    tensors = [*module.parameters(), *module.buffers(), *(p for block in model.chain.blocks for p in block.parameters())]
+    tensors = [
+        *module.parameters(),
+        *module.buffers(),
+        *(p for block in model.chain.blocks for p in block.parameters()),
+    ]
     tensors += [b for block in model.chain.blocks for b in block.buffers()]
     place.ledger.adopt(tensors, Category.BASE)
     place.ledger.adopt(model.parameters(), Category.ADAPTERS)

@@ -16,10 +16,16 @@ from ajusta.base.errors import ModelError
 from ajusta.blocks.attention import ATTENTION_NAME, attention
 from ajusta.blocks.linear import is_linear
 from ajusta.engine.bloom import replace_attention
-from ajusta.engine.chain import Chain, derive
+from ajusta.engine.chain import Chain
+from ajusta.engine.derive import derive
 
 # Registered here and not in transformers' mask interface: so transformers builds no mask at all for it.
 AttentionInterface.register(ATTENTION_NAME, attention)
+
+# What a foreign model class raises when it cannot be built, or when it does not run with what it is given.
+_FOREIGN = (
+    ModelError, ValueError, TypeError, AttributeError, LookupError, RuntimeError, AssertionError, ImportError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +47,46 @@ class Skeleton:
     loose_buffers: tuple[tuple[nn.Module, str], ...]  # buffers that no file holds: the model computes them
 
 
-def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Skeleton:
-    """Build the causal model of `config` on `meta` in `dtype` and take it apart.
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, device: str = "meta") -> Skeleton:
+    """Build the causal model of `config` in `dtype` and take it apart; on a real device (in tests) with random weights.
+
+    Our own attention is tried first; a family that has no interface for it, or that makes masks of its own, runs its
+    eager attention on a ready mask (T x T values: short rows).
 
     Raises:
-        ModelError: transformers has no causal model of this type, or it cannot be built.
+        ModelError: transformers has no causal model of this type, or it cannot be built or run.
     """
+    reasons: list[str] = []
+    for implementation in (ATTENTION_NAME, "eager"):
+        try:
+            with torch.device(device):
+                model = build_model(config, implementation, dtype)
+            return _take_apart(model, needs_mask=model.config._attn_implementation != ATTENTION_NAME)
+        except _FOREIGN as error:
+            reasons.append(" ".join(str(error).split())[:300])
+    raise ModelError(
+        f"no causal language model can be built from the model type {config.model_type!r}: {reasons[0]}; with its eager "
+        f"attention: {reasons[1]}; expected a text model that transformers can load"
+    )
+
+
+def build_model(config: PretrainedConfig, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Build the frozen causal model of `config` where torch's default device says, with this attention."""
     config = copy.deepcopy(config)
-    config.pad_token_id = None  # or the forward reads ids back to look for padding
-    model, needs_mask = _on_meta(config, dtype)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+    if replace_attention(model):
+        model.config._attn_implementation = ATTENTION_NAME
+    for part in model.modules():
+        # The forward would read ids back to look for padding. Past the setter, since some families insist on a number.
+        own = getattr(part, "config", None)
+        if isinstance(own, PretrainedConfig):
+            vars(own)["pad_token_id"] = None
     model.eval()
     model.requires_grad_(False)
+    return model
+
+
+def _take_apart(model: PreTrainedModel, needs_mask: bool) -> Skeleton:
     slots = {name: _slot(model, name) for name, _ in model.named_parameters(remove_duplicate=False)}
     loose = tuple(
         (module, name)
@@ -68,29 +103,6 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Skeleton:
         if id(module) in paths and is_linear(module) and module is not chain.head
     }
     return Skeleton(chain=chain, slots=slots, linears=linears, tied=_tied(model, slots), loose_buffers=loose)
-
-
-
-
-def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
-    """Return the model and whether its attention needs a ready mask."""
-    try:
-        with torch.device("meta"):
-            try:
-                model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
-                needs_mask = False
-            except ValueError:  # the family has no attention interface
-                model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
-                needs_mask = True
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(
-            f"no causal language model can be built from the model type {config.model_type!r}: {error}; "
-            f"expected a text model that transformers can load"
-        ) from error
-    if replace_attention(model):
-        model.config._attn_implementation = ATTENTION_NAME
-        needs_mask = False
-    return model, needs_mask
 
 
 def _slot(model: nn.Module, name: str) -> Slot:

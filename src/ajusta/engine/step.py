@@ -10,7 +10,7 @@ batch: sums are added up, and divided once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,9 +58,11 @@ def optimizer_step(
     optimizer: FlatAdamW,
     rate: float,
     step: int,
+    before_update: Callable[[FlatAdamW], None] = lambda optimizer: None,
 ) -> StepResult:
     """Run optimizer step number `step` over `micro_batches` at the learning rate `rate`."""
     losses = [accumulate(chain, place, micro, plan, step) for micro in micro_batches]
+    before_update(optimizer)
     trained = sum(micro.num_trained for micro in micro_batches)
     norm, finite = optimizer.step(rate, trained)
     return StepResult(
@@ -80,8 +82,7 @@ def accumulate(chain: Chain, place: Place, micro: MicroBatch, plan: StepPlan, st
         with place.category(Category.LOGITS):
             loss, grad = _loss(chain, place, micro, islands[-1].output, plan.loss_chunk)
         with place.category(Category.RECOMPUTE):
-            while islands:
-                grad = _backward_one(islands, grad)
+            _backward(islands, grad)
     return loss
 
 
@@ -97,14 +98,15 @@ def _forward(chain: Chain, place: Place, micro: MicroBatch, plan: StepPlan) -> l
     return islands
 
 
-def _backward_one(islands: list[Island], grad: Tensor | None) -> Tensor | None:
-    """Differentiate the last island and let go of it: what it held is free before the next one starts."""
-    assert grad is not None
-    return islands.pop().backward(grad)
+def _backward(islands: list[Island], grad: Tensor | None) -> None:
+    """Differentiate the islands from the last to the first; what one held is free before the next one starts."""
+    while islands:
+        assert grad is not None
+        grad = islands.pop().backward(grad)
 
 
 def _loss(chain: Chain, place: Place, micro: MicroBatch, hidden: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return the summed loss and its gradient for the last hidden state [1, T, H]; only trained positions meet the head."""
+    """Return the summed loss and its gradient for `hidden` [1, T, H]; only trained positions meet the head."""
     positions, labels = place.take(micro.positions_N), place.take(micro.labels_N)
     grad = torch.zeros_like(hidden)
     losses = []
@@ -144,6 +146,8 @@ def loss_only(chain: Chain, place: Place, micro: MicroBatch, chunk: int) -> Tens
             logits = chain.head(chain.finish(hidden[0].index_select(0, positions[cut])))
             settings = chain.logits
             losses.append(
-                cross_entropy_sum(logits, labels[cut], scale=settings.scale, softcap=settings.softcap, gradient=False)[0]
+                cross_entropy_sum(logits, labels[cut], scale=settings.scale, softcap=settings.softcap, gradient=False)[
+                    0
+                ]
             )
         return torch.stack(losses).sum()

@@ -1,8 +1,8 @@
 """How a model's weights come in: the one door, for a folder of safetensors or a .gguf file.
 
-    source = open_weights(path)
-    matching = match_names(source.infos, model.state_dict(), model.base_model_prefix, renamer(model))
-    for name, stored in matching.found.items(): put(name, source.read(stored))
+source = open_weights(path)
+matching = match_names(source.infos, model.state_dict(), model.base_model_prefix, renamer(model))
+for name, stored in matching.found.items(): put(name, source.read(stored))
 """
 
 from __future__ import annotations

@@ -87,6 +87,11 @@ class WeightSource(Protocol):
         """
 
 
+def one_line(error: Exception) -> str:
+    """Return another library's complaint as one line of at most 300 letters."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
 def check_rows(info: TensorInfo, start: int, stop: int) -> None:
     """Hold `0 <= start < stop <= rows`.
 

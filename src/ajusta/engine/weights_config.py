@@ -1,5 +1,4 @@
-"""config.json and generation_config.json of a model folder, read with one clear line for everything that can be "
-"wrong."""
+"""config.json and generation_config.json of a model folder, with one clear line for all that can be wrong."""
 
 from __future__ import annotations
 
@@ -12,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ajusta.base.errors import ModelError, nearest
+from ajusta.engine.weights_base import one_line
 
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -51,10 +51,11 @@ def read_config(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig
         raise ModelError(_unknown_type(path, model_type, "auto_map" in facts))
     _refuse_quantized(path, facts)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code and not known)
+        run_code = trust_remote_code and not known
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=run_code)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{path} is no valid {model_type} configuration: {first}; fetch or repair it") from error
+        why = one_line(error)
+        raise ModelError(f"{path} is no valid {model_type} configuration: {why}; fetch or repair it") from error
     if not config.architectures:
         config.architectures = causal_class_names(str(model_type))
     return config, facts
@@ -89,7 +90,10 @@ def _unknown_type(path: Path, model_type: object, has_code: bool) -> str:
     if not isinstance(model_type, str):
         return f"{path} has no model_type; expected the name of a transformers model, for example llama; fetch it again"
     near = nearest(model_type, CONFIG_MAPPING_NAMES)
-    return f"{path} says model_type {model_type!r}, unknown to this transformers{near}; use a known one or a newer transformers"
+    return (
+        f"{path} says model_type {model_type!r}, unknown to this transformers{near}; expected a type that it knows; "
+        f"update transformers"
+    )
 
 
 def _refuse_quantized(path: Path, facts: dict[str, object]) -> None:

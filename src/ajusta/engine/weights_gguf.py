@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from gguf.constants import MODEL_ARCH_NAMES, GGMLQuantizationType
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ajusta.base.errors import ModelError
 from ajusta.engine.gguf_config import config_of, generation_of
 from ajusta.engine.gguf_header import GgufHeader, GgufTensor, read_header
-from ajusta.engine.weights_base import TensorInfo, check_rows, fingerprint_of
+from ajusta.engine.weights_base import TensorInfo, check_rows, fingerprint_of, one_line
 
 _ROPE_FREQS = "rope_freqs.weight"
 _TILE_ELEMENTS = 1 << 16  # 256 KiB of float32: measured best, the unpacking stays in the second-level cache
@@ -70,7 +70,8 @@ class GgufSource:
         self._header: GgufHeader = read_header(file)
         self.metadata: Mapping[str, object] = self._header.metadata  # the tokenizer is in here
         freqs = self._header.tensors.get(_ROPE_FREQS)
-        self.config: PretrainedConfig = config_of(self._header, None if freqs is None else _freqs(file, freqs), str(file))
+        divisors = None if freqs is None else _freqs(file, freqs)
+        self.config: PretrainedConfig = config_of(self._header, divisors, str(file))
         self.generation: Mapping[str, object] = generation_of(self.metadata)
         self._mapped = _map_tensors(self._header, self.config, file)
         self.infos: Mapping[str, TensorInfo] = {name: mapped.info for name, mapped in self._mapped.items()}
@@ -110,9 +111,7 @@ class GgufSource:
         return out.sub_(layout.added) if layout.added else out
 
 
-def _decode_rows(
-    file: Path, tensor: GgufTensor, order: NDArray[np.int64] | None, begin: int, end: int
-) -> torch.Tensor:
+def _decode_rows(file: Path, tensor: GgufTensor, order: NDArray[np.int64] | None, begin: int, end: int) -> torch.Tensor:
     """Return stored rows `order[begin:end]` (or `begin:end`) as [rows, width]; a vector is a single row."""
     vector = len(tensor.shape) == 1
     rows = 1 if vector else tensor.shape[0]
@@ -145,8 +144,7 @@ def _freqs(file: Path, tensor: GgufTensor) -> NDArray[np.float32]:
 
 def _map_tensors(header: GgufHeader, config: PretrainedConfig, file: Path) -> dict[str, _Mapped]:
     """Match every parameter of the model with a stored tensor; nothing may be left over on either side."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = _on_meta(config, file)
     names = {name: key for key, name in MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(names[config.model_type], int(config.num_hidden_layers))
     expected = dict(model.named_parameters())  # tied ones once
@@ -158,8 +156,8 @@ def _map_tensors(header: GgufHeader, config: PretrainedConfig, file: Path) -> di
         if tensor is None:
             missing.append(f"{name} ({stored})" if stored else name)
             continue
+        _check_shape(file, name, tensor, tuple(parameter.shape), _is_transposed(name, config))
         layout = _layout_of(name, config)
-        _check_shape(file, name, tensor, layout, tuple(parameter.shape))
         info = TensorInfo(shape=tuple(parameter.shape), dtype=_dtype_of(file, tensor), stored_bytes=tensor.stored_bytes)
         mapped[name] = _Mapped(tensor=tensor, layout=layout, info=info)
     used = {entry.tensor.name for entry in mapped.values()} | {_ROPE_FREQS}
@@ -170,6 +168,17 @@ def _map_tensors(header: GgufHeader, config: PretrainedConfig, file: Path) -> di
             f"unexpected {', '.join(unexpected[:6]) or 'nothing'}; use the model's safetensors folder"
         )
     return mapped
+
+
+def _on_meta(config: PretrainedConfig, file: Path) -> PreTrainedModel:
+    """Build the model without memory: its parameters are the names and shapes to look for."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError) as error:
+        raise ModelError(
+            f"{file} describes an impossible {config.model_type} model ({one_line(error)}); fetch it again"
+        ) from error
 
 
 def _stored_name(table: gguf.TensorNameMap, name: str, base_prefix: str) -> str | None:
@@ -189,15 +198,20 @@ def _layout_of(name: str, config: PretrainedConfig) -> _Layout:
     if config.model_type == "bloom" and part == "query_key_value":
         rows = np.arange(3 * config.hidden_size).reshape(3, config.n_head, config.hidden_size // config.n_head)
         return _Layout(row_order=rows.swapaxes(0, 1).reshape(-1))
-    if config.model_type == "gpt2" and part in ("c_attn", "c_proj", "c_fc") and name.endswith(".weight"):
+    if _is_transposed(name, config):
         return _Layout(transposed=True)
     if config.model_type == "gemma2" and name.endswith("norm.weight"):
         return _Layout(added=1.0)
     return _Layout()
 
 
-def _check_shape(file: Path, name: str, tensor: GgufTensor, layout: _Layout, wanted: tuple[int, ...]) -> None:
-    shape = tensor.shape[::-1] if layout.transposed else tensor.shape
+def _is_transposed(name: str, config: PretrainedConfig) -> bool:
+    part = name.rsplit(".", 2)[-2]
+    return config.model_type == "gpt2" and part in ("c_attn", "c_proj", "c_fc") and name.endswith(".weight")
+
+
+def _check_shape(file: Path, name: str, tensor: GgufTensor, wanted: tuple[int, ...], transposed: bool) -> None:
+    shape = tensor.shape[::-1] if transposed else tensor.shape
     if shape != wanted:
         raise ModelError(
             f"{file}: {tensor.name} has the shape {list(shape)}; expected {list(wanted)} for {name}; the metadata and "

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from ajusta.base.errors import ModelError
-from ajusta.engine.weights_base import TensorInfo, check_rows, fingerprint_of
+from ajusta.engine.weights_base import TensorInfo, check_rows, fingerprint_of, one_line
 from ajusta.engine.weights_config import read_config, read_generation, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -182,8 +182,8 @@ def _read_header(path: Path) -> dict[str, _Stored]:
             pass
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(
-            f"{path} ({size} bytes) is no whole safetensors file ({error}); expected a complete download; fetch it "
-            f"again"
+            f"{path} ({size} bytes) is no whole safetensors file ({one_line(error)}); expected a complete download; "
+            f"fetch it again"
         ) from error
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))

@@ -49,7 +49,7 @@ class Ledger(TorchDispatchMode):
     """Weigh live storages while the mode is active. `now`, `peak` and the category counts are in bytes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = Peak()
         self.operations = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from ajusta.base.units import MIB, show_bytes
 from ajusta.planning.trace import Subject, Traced
 from ajusta.spec.data import MicroBatch
+from ajusta.spec.device import Machine
 from ajusta.spec.plan import Choice, PhasePeak, Plan, Rung, Saving
 
 LOSS_BYTES = 32 * MIB  # what a chunk of logits may take: enough rows for a fast product, small beside a block
@@ -23,17 +24,18 @@ Batches = Callable[[int], tuple[MicroBatch, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to plan for. `batches(tokens)` cuts the data's own fullest step into micro-batches of at most `tokens`."""
+    """What to plan for.
+
+    `batches(tokens)` cuts the data's own heaviest step into micro-batches of at most `tokens`; `fullest(tokens)` is the
+    fullest micro-batch of the whole run at that size.
+    """
 
     subject: Subject
     batches: Batches
+    fullest: Callable[[int], MicroBatch]
     step_tokens: int  # of the fullest step
     longest: int  # tokens of the longest example: no micro-batch can be shorter
-    device: str
-    dtype: str
-    dtype_because: str
-    budget_bytes: int
-    budget_because: str
+    machine: Machine
     recompute: str | int  # auto | none | full | blocks
     micro_tokens: int | None  # fixed by the person
     with_savings: bool = False
@@ -51,7 +53,7 @@ def search(request: Request) -> Plan:
     """Return the fastest plan within the budget; if none fits, the smallest one, marked so, with the ways out."""
     traced = Traced(request.subject)
     tracer = _Tracer(request, traced)
-    budget = request.budget_bytes
+    budget = request.machine.budget_bytes
     candidates = [c for tokens in _micro_sizes(request) for c in tracer.candidates(tokens)]
     fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced) <= budget]
     best = min(fitting, key=lambda c: (c.cost, -c.rung.micro_tokens)) if fitting else None
@@ -61,8 +63,8 @@ def search(request: Request) -> Plan:
     )
     plan = Plan(
         fits=best is not None,
-        device=request.device,
-        dtype=request.dtype,
+        device=request.machine.device.name,
+        dtype=request.machine.dtype,
         bits=request.subject.bits,
         blocks=traced.blocks,
         budget_bytes=budget,
@@ -101,7 +103,7 @@ class _Tracer:
             return [self._trace(min(count, blocks), micro_tokens)]
         most, least = self._trace(0, micro_tokens), self._trace(blocks, micro_tokens)
         found = [most, least]
-        budget = self.request.budget_bytes
+        budget = self.request.machine.budget_bytes
         if _need(most.rung.peak_bytes, self.traced) > budget >= _need(least.rung.peak_bytes, self.traced):
             found += self._bisect(most, least, micro_tokens)
         return found
@@ -112,7 +114,7 @@ class _Tracer:
         found: list[_Candidate] = []
         while high - low > 1:
             middle = self._trace((low + high) // 2, micro_tokens)
-            if _need(middle.rung.peak_bytes, self.traced) <= self.request.budget_bytes:
+            if _need(middle.rung.peak_bytes, self.traced) <= self.request.machine.budget_bytes:
                 high = middle.rung.recompute_blocks
                 found.append(middle)
             else:
@@ -120,18 +122,18 @@ class _Tracer:
         return found
 
     def _trace(self, recompute: int, micro_tokens: int) -> _Candidate:
-        batches = self.request.batches(micro_tokens)
-        fullest = max(batches, key=lambda micro: (micro.num_tokens, micro.num_trained))
+        fullest = self.request.fullest(micro_tokens)
         rung = Rung(recompute_blocks=recompute, micro_tokens=micro_tokens, loss_chunk=self.chunk, peak_bytes=0)
         step = self.traced.step((fullest,), rung)
         evaluation = self.traced.evaluate(fullest, rung)
         rung = replace(rung, peak_bytes=max(step.peak_bytes, evaluation.peak_bytes))
+        batches = self.request.batches(micro_tokens)
         cost = relative_cost(rung, self.traced.blocks, batches, self.request.subject.bits)
         return _Candidate(rung=rung, step=step, evaluation=evaluation, cost=cost)
 
 
 def relative_cost(rung: Rung, blocks: int, batches: Sequence[MicroBatch], bits: str) -> float:
-    """Return the time of the step in token passes: two forward's worth for the backward pass, one more per recompute."""
+    """Return the time of the step in token passes: one forward, two for the backward pass, one more a recompute."""
     passes = 3.0 + rung.recompute_blocks / blocks
     tokens = sum(micro.num_tokens for micro in batches)
     per_pass = DEQUANTIZE_TOKENS if bits != "none" else 4
@@ -160,8 +162,8 @@ def _choices(request: Request, taken: _Candidate, candidates: list[_Candidate], 
         why = f"keeping all would take {without}; these are the fewest that fit"
     whole = rung.micro_tokens >= request.step_tokens
     return (
-        Choice(name="memory", value=show_bytes(request.budget_bytes), because=request.budget_because),
-        Choice(name="dtype", value=request.dtype, because=request.dtype_because),
+        Choice(name="memory", value=show_bytes(request.machine.budget_bytes), because=request.machine.budget_because),
+        Choice(name="dtype", value=request.machine.dtype, because=request.machine.dtype_because),
         Choice(name="bits", value=request.subject.bits, because="as set; a plan never changes what is learned"),
         Choice(name="gradient_checkpointing", value=f"{rung.recompute_blocks} of {blocks} blocks", because=why),
         Choice(
@@ -184,7 +186,7 @@ def _choices(request: Request, taken: _Candidate, candidates: list[_Candidate], 
 def _savings(request: Request, taken: _Candidate) -> tuple[Saving, ...]:
     """Trace the taken step again with each technique left out, the others as they are."""
     rung, peak = taken.rung, taken.rung.peak_bytes
-    fullest = max(request.batches(rung.micro_tokens), key=lambda micro: (micro.num_tokens, micro.num_trained))
+    fullest = request.fullest(rung.micro_tokens)
     savings = []
     same = Traced(request.subject)
     kept = same.step((fullest,), replace(rung, recompute_blocks=0)).peak_bytes
@@ -199,9 +201,10 @@ def _savings(request: Request, taken: _Candidate) -> tuple[Saving, ...]:
 
 def full_fine_tuning_bytes(traced: Traced) -> int:
     """Return what full fine-tuning would hold more: gradient and two moments, fp32, for every frozen weight."""
-    model = traced.model.chain.model
-    frozen = sum(p.numel() for p in model.parameters()) - traced.optimizer.count
-    frozen += sum(layer.in_features * layer.out_features for layer in traced.model.linears())
+    model, linears = traced.model.chain.model, traced.model.linears()
+    trained = {id(parameter) for parameter in traced.model.parameters()}
+    frozen = sum(int(p.numel()) for p in model.parameters() if id(p) not in trained)
+    frozen += sum(layer.in_features * layer.out_features for layer in linears)
     return 3 * 4 * frozen - 3 * 4 * traced.optimizer.count
 
 

@@ -1,16 +1,15 @@
-"""Trace the phases of a run on a counting place: the same load, step and evaluation that will run, weighed and not computed."""
+"""Trace the phases of a run on a counting place: the same load, step and evaluation that will run, only weighed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig
 
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
-from ajusta.engine.assemble import AdapterSpec, Assembled, assemble
+from ajusta.engine.assemble import AdapterSpec, Assembled, Choose, assemble
 from ajusta.engine.phases import adopt_model, loss_only, make_optimizer, run_step
 from ajusta.engine.skeleton import build_skeleton
 from ajusta.engine.weights import TensorInfo, WeightSource
@@ -27,7 +26,7 @@ class Subject:
     source: WeightSource | None
     dtype: torch.dtype
     bits: str
-    adapted: Callable[[dict[str, nn.Module]], Iterable[str]]
+    adapted: Choose
     adapter: AdapterSpec | None
     optimizer: AdamWSettings
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from ajusta.base.events import Ahead, Evaluated, Event, Examined, PhaseEnded, PhaseStarted, Progress, StepDone
 
 RECENT_STEPS = 32
+TRUSTED_STEPS = 8  # from so many on, the rehearsal no longer counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Pace:
     tokens_left: int = 0
     steps: tuple[tuple[int, float], ...] = ()  # (tokens, seconds), the recent ones
     last_time: float = 0.0  # of the last event
-    before: Mapping[str, float] = field(default_factory=dict)  # what was measured before training, to come again after it
+    before: Mapping[str, float] = field(default_factory=dict)  # measured before training: comes again after it
     heldout_seconds: float = 0.0
     save_seconds: float = 0.0
     phase: str = ""
@@ -73,6 +74,7 @@ def advance(pace: Pace, event: Event, now: float) -> Pace:
 
 def _measured(pace: Pace, name: str, when: str, seconds: float) -> Pace:
     """Remember what a measure cost: one before training will come again after it, one after it is paid."""
+    pace = replace(pace, phase_started=pace.last_time, done=0, total=0)  # what the phase still takes is another measure
     if name == "evaluate:heldout":
         pace = replace(pace, heldout_seconds=seconds)
     if when == "before":
@@ -83,17 +85,22 @@ def _measured(pace: Pace, name: str, when: str, seconds: float) -> Pace:
 
 
 def seconds_per_token(pace: Pace) -> float | None:
-    """Return the rate of training: the token-weighted median of recent steps, or the rehearsal's, or None."""
-    if not pace.steps:
-        return pace.ahead.seconds_per_token if pace.ahead else None
-    rates = sorted((seconds / max(tokens, 1), tokens) for tokens, seconds in pace.steps)
-    half = sum(tokens for _, tokens in rates) / 2
-    reached = 0
-    for rate, tokens in rates:
-        reached += tokens
+    """Return the rate of training: the token-weighted median of recent steps, or the rehearsal's, or None.
+
+    The first step or two can be far off (kernels are compiled, memory is touched for the first time), so the
+    rehearsal's rate counts as much as two steps until it is outvoted.
+    """
+    rehearsed = pace.ahead.seconds_per_token if pace.ahead else None
+    rates = [(seconds / max(tokens, 1), float(tokens)) for tokens, seconds in pace.steps]
+    if rehearsed is not None and len(rates) < TRUSTED_STEPS:
+        rates.append((rehearsed, 2 * sum(weight for _, weight in rates) / len(rates) if rates else 1.0))
+    half = sum(weight for _, weight in rates) / 2
+    reached = 0.0
+    for rate, weight in sorted(rates):
+        reached += weight
         if reached >= half:
             return rate
-    return rates[-1][0]
+    return None
 
 
 def seconds_left(pace: Pace, now: float) -> float | None:

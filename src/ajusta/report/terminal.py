@@ -13,6 +13,7 @@ from typing import Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
@@ -106,13 +107,10 @@ class TerminalListener:
         if not first and done != total and self._clock() - self._last_line < PLAIN_SECONDS:
             return ""
         self._last_line = self._clock()
-        return self.status() if isinstance(event, StepDone) else f"{event.phase} {done}/{total}{self._left()}"
+        if isinstance(event, StepDone):
+            return f"{step_line(event, self._left())}  {memory_line(event, self._planned)}"
+        return f"{event.phase} {done}/{total}{self._left()}"
 
-    def status(self) -> str:
-        """Return the line about the run now: step, loss, speed, time left, memory now / peak / planned."""
-        if self._step is None:
-            return ""
-        return step_line(self._step, self._planned, self._left())
 
     def _left(self) -> str:
         """Return the time left, as the end of a line; an empty text while it is not known."""
@@ -120,25 +118,31 @@ class TerminalListener:
         return "" if left is None else f"  {show_seconds(left)} left"
 
     def _view(self) -> RenderableType:
-        """Draw the live view: a bar and a line about it."""
-        pace = self._pace
+        """Draw the live view: a bar, a line about the run, a line about its memory."""
+        pace, step = self._pace, self._step
         if pace.phase not in ("", "train") and pace.total:
-            done, total, line = pace.done, pace.total, f"{pace.phase} {pace.done}/{pace.total}{self._left()}"
-        elif self._step is not None:
-            done, total, line = pace.step, pace.total_steps, self.status()
-        else:
-            return Text(f"{pace.phase} ...{self._left()}" if pace.phase else "")
-        return Group(ProgressBar(total=total, completed=done, width=BAR_WIDTH), Text(line))
+            return _drawn(pace.done, pace.total, f"{pace.phase} {pace.done}/{pace.total}{self._left()}")
+        if step is not None and pace.tokens_left:
+            return _drawn(step.step, step.total_steps, step_line(step, self._left()), memory_line(step, self._planned))
+        return Text(f"{pace.phase} ...{self._left()}" if pace.phase else "")
 
 
-def step_line(step: StepDone, planned_bytes: int | None, left: str) -> str:
-    """Return one line about a step, with the memory now, at its peak, and as it was planned."""
+def _drawn(done: int, total: int, *lines: str) -> RenderableType:
+    """Return a bar with lines under it; the padding is what ends the bar's own line."""
+    return Group(Padding(ProgressBar(total=total, completed=done, width=BAR_WIDTH)), *(Text(line) for line in lines))
+
+
+def step_line(step: StepDone, left: str) -> str:
+    """Return one line about a step: loss, tokens a second, and `left`, the time left as it is to be read."""
     speed = step.tokens / step.seconds if step.seconds > 0 else 0.0
-    planned = f" of {show_bytes(planned_bytes)} planned" if planned_bytes else ""
-    memory = f"memory {show_bytes(step.memory_bytes)}, peak {show_bytes(step.peak_bytes)}{planned}"
     skipped = "  skipped: a gradient was not finite" if step.skipped else ""
-    head = f"step {step.step}/{step.total_steps}  loss {step.loss:.3f}  {speed:.0f} tokens/s"
-    return f"{head}{left}  {memory}{skipped}"
+    return f"step {step.step}/{step.total_steps}  loss {step.loss:.3f}  {speed:.0f} tokens/s{left}{skipped}"
+
+
+def memory_line(step: StepDone, planned_bytes: int | None) -> str:
+    """Return the memory now, at its peak, and as it was planned."""
+    planned = f" of {show_bytes(planned_bytes)} planned" if planned_bytes else ""
+    return f"memory {show_bytes(step.memory_bytes)}, peak {show_bytes(step.peak_bytes)}{planned}"
 
 
 def event_line(event: Event) -> str:

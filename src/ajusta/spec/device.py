@@ -23,3 +23,14 @@ class Device:
     def can(self, dtype: str) -> bool:
         """Whether the device computes in this dtype."""
         return dtype in self.dtypes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a run is planned for: the device, the dtype chosen for it, and the bytes that tensors may take."""
+
+    device: Device
+    dtype: str  # fp32 | bf16 | fp16
+    dtype_because: str
+    budget_bytes: int
+    budget_because: str

@@ -133,9 +133,9 @@ def write_value(value: object) -> str:
 
 
 def _write_text(text: str) -> str:
-    """Quote a text where YAML would read something else; line breaks go inside double quotes."""
-    plain: str = yaml.safe_dump([text], default_flow_style=True, allow_unicode=True, width=float("inf"))[1:-2]
-    if "\n" not in plain:
-        return plain
-    quoted: str = yaml.safe_dump([text], default_style='"', default_flow_style=True, width=float("inf"))[1:-2]
-    return quoted
+    """Quote a text where YAML would read something else; what does not print (a line break) goes in as its escape."""
+    style = None if text.isprintable() else '"'
+    inside_list: str = yaml.safe_dump(
+        [text], default_style=style, default_flow_style=True, allow_unicode=style is None, width=float("inf")
+    )
+    return inside_list[1:-2]

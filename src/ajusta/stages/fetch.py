@@ -14,11 +14,11 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download
+from huggingface_hub import HfApi, ModelInfo, constants, is_offline_mode, snapshot_download
 from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError: of httpx or httpx2
     GatedRepoError,
-    HFValidationError,
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
@@ -71,26 +71,14 @@ def fetch(
     asked = _Request(
         name=model, revision=revision, wanted=_WANTED + (("*.py",) if allow_code else ()), cache=cache_dir or _cache()
     )
-    if offline or os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+    if offline or is_offline_mode():
         return _from_cache(asked, "the network is switched off (offline)", "go online once to fetch it")
     try:
         return _from_hub(asked)
     except HFValidationError as error:
         raise UserError(f"{model!r} is no hub name ({error}); expected org/name; check the spelling") from error
-    except GatedRepoError as error:
-        raise ModelError(_gated(asked, error)) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{_endpoint()} has no model {model!r} that this token may see; expected an existing org/name; check the "
-            f"spelling, and for a private model log in with `hf auth login` or set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(
-            f"{model} has no revision {revision!r}; expected a branch, tag or commit; look at "
-            f"{_endpoint()}/{model}/tree/main"
-        ) from error
     except HfHubHTTPError as error:
-        raise ModelError(_http_trouble(asked, error)) from error
+        raise ModelError(_refused(asked, error)) from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError, ConnectionError) as error:
         # The cache may hold a whole copy: better an older state, said so, than no run.
         why = f"{_endpoint()} cannot be reached ({type(error).__name__})"
@@ -220,28 +208,33 @@ def _from_cache(asked: _Request, why: str, advice: str) -> Fetched:
     return Fetched(path=Path(folder), reference=asked.name, revision=Path(folder).name, from_cache=True)
 
 
-def _gated(asked: _Request, error: GatedRepoError) -> str:
+def _refused(asked: _Request, error: HfHubHTTPError) -> str:
+    """Return the line for an answer of the hub that is a refusal; most specific first."""
     status = error.response.status_code
     page = f"{_endpoint()}/{asked.name}"
-    if status == 401:
+    if isinstance(error, GatedRepoError) and status == 401:
         return (
             f"{asked.name} is gated and no valid token was sent (401); expected a token of an account that has "
             f"accepted its terms; accept them at {page}, then `hf auth login` or set HF_TOKEN"
         )
-    return (
-        f"{asked.name} is gated and this account has no access to it ({status}); expected its terms to be accepted; "
-        f"ask for access at {page}"
-    )
-
-
-def _http_trouble(asked: _Request, error: HfHubHTTPError) -> str:
-    status = error.response.status_code
-    if status in (401, 403):
+    if isinstance(error, GatedRepoError):
         return (
-            f"{_endpoint()} refuses {asked.name} ({status}); expected a token that may read it; `hf auth login` or set "
-            f"HF_TOKEN"
+            f"{asked.name} is gated and this account has no access to it ({status}); expected its terms to be "
+            f"accepted; ask for access at {page}"
         )
-    return f"{_endpoint()} answers {status} for {asked.name}; expected its files; try again later (the download resumes)"
+    if isinstance(error, RevisionNotFoundError):
+        return (
+            f"{asked.name} has no revision {asked.revision!r}; expected a branch, tag or commit; look at "
+            f"{page}/tree/main"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"{_endpoint()} has no model {asked.name!r} that this token may see ({status}); expected an existing "
+            f"org/name; check the spelling, and for a private model log in with `hf auth login` or set HF_TOKEN"
+        )
+    if status in (401, 403):
+        return f"{page} is refused ({status}); expected a token that may read it; `hf auth login` or set HF_TOKEN"
+    return f"{page} answers {status}; expected the model's files; try again later (the download resumes)"
 
 
 def _endpoint() -> str:

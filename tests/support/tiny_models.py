@@ -27,10 +27,11 @@ SHRINK: dict[str, Any] = {
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "dim_head": 16, "d_kv": 16, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "kv_heads": 2,
     "num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
     # vocabulary and length
     "vocab_size": VOCABULARY, "max_position_embeddings": 128, "n_positions": 128, "n_ctx": 128, "max_seq_len": 128,
     "max_target_positions": 128, "max_source_positions": 128,
+    "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "rotary_dim": 8,
     # experts
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
@@ -40,7 +41,38 @@ SHRINK: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
 
-SPECIAL: dict[str, dict[str, Any]] = {}
+_DECODER = {"is_decoder": True}
+
+SPECIAL: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+            "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl",
+        ),
+        _DECODER,
+    ),
+    "big_bird": {**_DECODER, "attention_type": "original_full"},
+    "xmod": {**_DECODER, "default_language": "en_XX", "languages": ["en_XX"]},
+    "reformer": {
+        **_DECODER, "attn_layers": ["local", "local", "local"], "axial_pos_embds": False, "hash_seed": 0,
+        "local_attn_chunk_length": 8, "feed_forward_size": 96, "attention_head_size": 16,
+    },
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), {"num_key_value_heads": 4}),
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4}},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4": {"text_config": {"vocab_size_per_layer_input": 512}},
+    "gemma4_text": {"vocab_size_per_layer_input": 512},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 512},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mllama": {"text_config": {"cross_attention_layers": []}},
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_mem_blocks": 2},
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
 
 REFUSED: dict[str, str] = {}
 
@@ -53,7 +85,6 @@ def tiny_config(kind: str, **over: Any) -> PretrainedConfig:
         special = {**SPECIAL.get(kind, {}), **over}
         settings = _merge(_shrunk(kind_class, special), special)
         config = kind_class(**settings)
-    config.pad_token_id = None
     return config
 
 
@@ -65,6 +96,8 @@ def _shrunk(kind_class: Any, special: dict[str, Any]) -> dict[str, Any]:
         default = kind_class(**special)
     known = {*default.to_dict(), *kind_class.attribute_map}
     settings = {name: value for name, value in SHRINK.items() if name in known}
+    if "kv_lora_rank" in settings and "num_key_value_heads" in settings:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]  # latent attention has one key for all heads
     for name, value in vars(default).items():
         if isinstance(value, PretrainedConfig):
             settings[name] = _shrunk(type(value), {})

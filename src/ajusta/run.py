@@ -1,0 +1,417 @@
+"""The story of a run, once through: each step takes the previous one's noun and returns a new one.
+
+    read -> decide -> load -> rehearse -> measure -> train -> measure -> keep
+
+This is the only place where deciding (planning/) and doing (stages/) meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from ajusta.base.errors import DoesNotFit, UserError
+from ajusta.base.events import Ahead, Listener, Progress, Saved, silent
+from ajusta.base.units import show_bytes
+from ajusta.blocks.optimizer import FlatAdamW
+from ajusta.data.order import Order
+from ajusta.data.show import colour_segments, token_histogram
+from ajusta.data.tokenizer import save_tokenizer
+from ajusta.engine.adapter_files import read_adapter
+from ajusta.planning.request import adapter_spec, choose, imagined_examples, make_request, optimizer_settings
+from ajusta.planning.search import search
+from ajusta.spec.config import Config, load_config
+from ajusta.spec.data import DataSummary
+from ajusta.spec.device import Machine
+from ajusta.spec.plan import Plan
+from ajusta.spec.record import Record, Results, Trained
+from ajusta.stages.answer import Speaker
+from ajusta.stages.base import Base, open_base
+from ajusta.stages.checkpoint import Progressed, load_newest
+from ajusta.stages.device import look_at_machine
+from ajusta.stages.doctor import Finding, look_around
+from ajusta.stages.export import export_adapter, export_merged
+from ajusta.stages.folder import RunFolder, open_finished, open_for_training, write_json, write_text
+from ajusta.stages.load import Loaded, fill_adapters, keep_adapter, load_base, model_facts, optimizer_for
+from ajusta.stages.measure import Measuring, measure, measure_before
+from ajusta.stages.phases import Phases
+from ajusta.stages.rehearse import rehearse
+from ajusta.stages.train import Job, train
+from ajusta.stages.work import Work, prepare_data, read_work
+
+
+def finetune(config: Config, listener: Listener = silent, *, resume: bool = False) -> Record:
+    """Tune a model on the data of `config`; the folder `config.run_folder` holds everything afterwards.
+
+    Args:
+        config: all settings, from `load_config`.
+        listener: told what happens, as small frozen events.
+        resume: go on from the newest saved state of the run folder; without one, start at the beginning.
+
+    Returns:
+        The record of the run, which is also in record.json.
+
+    Raises:
+        UserError: a setting, the data or the model cannot be used (exit code 2).
+        DoesNotFit: no exact plan fits into the memory given (exit code 3).
+    """
+    with open_for_training(config.run_folder, resume=resume) as folder:
+        phases = Phases(listener, folder.log)
+        decided = _decide(config, folder, phases)
+        _keep_settings(decided)
+        ready = _load(decided, phases)
+        _rehearse(ready, phases)
+        before = measure_before(ready.measuring(), phases, ready.identity)
+        trained = _train(ready, phases)
+        after = Results() if trained.interrupted else measure(ready.measuring(), phases, when="after")
+        return _keep_record(ready, trained, (before, after), phases)
+
+
+def plan(config: Config, listener: Listener = silent) -> Plan:
+    """Say what a run would take and how it would be made to fit, without running it.
+
+    Without data, a step of full-length examples is planned for.
+
+    Raises:
+        UserError: a setting, the data or the model cannot be used.
+    """
+    phases = Phases(listener)
+    base = open_base(config)
+    _, machine = look_at_machine(config)
+    if config.data:
+        work = read_work(config, base)
+        examples, order, steps = work.prepared.train, work.order, work.total_steps
+    else:
+        vocabulary = base.config.get_text_config().vocab_size
+        examples = imagined_examples(config, vocabulary, base.position_limit)
+        order = Order(lengths=tuple(len(each) for each in examples), batch_size=config.batch_size, seed=config.seed)
+        steps = 1
+        phases.note(f"no data given: planned for {config.batch_size} examples of {len(examples[0])} tokens a step")
+    return search(make_request(config, base.source, machine, examples, order, steps, with_savings=True))
+
+
+def load(folder: Path | str, listener: Listener = silent) -> Speaker:
+    """Load a tuned model for answering: `load("runs/book").answer([{"role": "user", "content": "..."}])`.
+
+    Raises:
+        UserError: the folder is no finished run, or its base model is gone or has changed.
+    """
+    place = open_finished(Path(folder))
+    config = load_config(place.config)
+    base = _same_base(config, place)
+    loaded = _load_tuned(config, base, place, listener)
+    return Speaker(
+        loaded.model,
+        loaded.place,
+        base.tokenizer,
+        end_token_ids=base.end_token_ids,
+        system=config.text.system,
+        position_limit=base.position_limit,
+    )
+
+
+chat = load
+
+
+def evaluate(
+    folder: Path | str, listener: Listener = silent, *, data: tuple[Path, ...] = (), exams: tuple[Path, ...] = ()
+) -> Measured:
+    """Measure a tuned model again: on its own held-out text, or on all of other `data`; with its own or other `exams`.
+
+    Raises:
+        UserError: the folder is no finished run, or the data cannot be used.
+    """
+    place = open_finished(Path(folder))
+    config = load_config(place.config)
+    base = _same_base(config, place)
+    if data:
+        config = config.model_copy(update={"data": tuple(data)})
+    config = config.model_copy(update={"exam": tuple(exams) or config.exam})
+    work = read_work(config, base, all_heldout=bool(data))
+    loaded = _load_tuned(config, base, place, listener)
+    rung = search(
+        make_request(config, base.source, look_at_machine(config)[1], work.examples, work.order, work.total_steps)
+    ).rung
+    measuring = Measuring(loaded=loaded, base=base, work=work, rung=rung, system=config.text.system, folder=place)
+    results = measure(measuring, Phases(listener), when="after")
+    return Measured(results=results, adapter=str(place.adapter))
+
+
+def export(folder: Path | str, out: Path | None = None, form: str = "adapter", listener: Listener = silent) -> Path:
+    """Write a tuned model where other programs open it: the adapter in PEFT's format, or merged into the base.
+
+    Args:
+        folder: of a finished run.
+        out: a new folder; by default `export-FORM` inside the run folder.
+        form: `adapter` or `merged`.
+        listener: told how far it is.
+
+    Raises:
+        UserError: the folder is no finished run, `out` exists, or the base model has changed.
+    """
+    place = open_finished(Path(folder))
+    target = out or place.path / f"export-{form}"
+    if form == "adapter":
+        return export_adapter(place, target)
+    base = _same_base(load_config(place.config), place)
+    adapter = read_adapter(place.adapter)
+    return export_merged(base, adapter, target, lambda done, total: listener(_progress("export", done, total)))
+
+
+def look_at_data(config: Config, listener: Listener = silent) -> LookedAt:
+    """Read the data as a run would and account for it: what was read, dropped and why, one example in pieces.
+
+    Raises:
+        DataError: nothing in the data can be trained on.
+    """
+    base = open_base(config)
+    prepared = prepare_data(config, base)
+    return LookedAt(
+        summary=prepared.summary,
+        histogram=tuple(token_histogram(prepared.summary)),
+        sample=tuple(colour_segments(prepared.train[0], base.tokenizer)),
+    )
+
+
+def doctor(listener: Listener = silent) -> tuple[Finding, ...]:
+    """Look at this machine: what is here, what is missing, what to do about it."""
+    return look_around()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookedAt:
+    """What `ajusta data` shows: the account, the histogram (from, to, examples), one example (text, trained)."""
+
+    summary: DataSummary
+    histogram: tuple[tuple[int, int, int], ...]
+    sample: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What `ajusta evaluate` found, in the form in which the end of a run is shown."""
+
+    results: Results
+    adapter: str
+
+    @property
+    def exams(self) -> tuple[tuple[str, int | None, int | None, int], ...]:
+        """Exam's name, nothing, right answers now, questions."""
+        return tuple((result.exam, None, result.correct, result.total) for result in self.results.exams)
+
+    @property
+    def losses(self) -> tuple[tuple[str, float | None, float | None], ...]:
+        """Text's name, nothing, loss now."""
+        return tuple((result.name, None, result.loss) for result in self.results.losses)
+
+    @property
+    def savings(self) -> tuple[tuple[str, int], ...]:
+        """Nothing: no plan was made."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Decided:
+    """Everything up to the plan."""
+
+    config: Config
+    base: Base
+    work: Work
+    machine: Machine
+    device: torch.device
+    plan: Plan
+    folder: RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ready(_Decided):
+    """And the model on its place, with its optimizer."""
+
+    loaded: Loaded
+    optimizer: FlatAdamW
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a saved state belongs to."""
+        return self.work.identity(self.config, self.base)
+
+    def measuring(self) -> Measuring:
+        """What measuring needs of it."""
+        return Measuring(
+            loaded=self.loaded,
+            base=self.base,
+            work=self.work,
+            rung=self.plan.rung,
+            system=self.config.text.system,
+            folder=self.folder,
+        )
+
+
+def _decide(config: Config, folder: RunFolder, phases: Phases) -> _Decided:
+    """Read model and data, look at the machine, and plan.
+
+    Raises:
+        DoesNotFit: with the bytes that are missing and the nearest ways out.
+    """
+    with phases.phase("data"):
+        base = open_base(config)
+        work = read_work(config, base)
+        phases.tell_data(work.prepared.summary)
+    with phases.phase("plan"):
+        device, machine = look_at_machine(config)
+        made = search(
+            make_request(config, base.source, machine, work.examples, work.order, work.total_steps, with_savings=True)
+        )
+        phases.tell_plan(made)
+    if not made.fits:
+        raise DoesNotFit("\n".join([made.sentence(), "ways out:", *(f"  {way}" for way in made.ways_out)]))
+    return _Decided(config=config, base=base, work=work, machine=machine, device=device, plan=made, folder=folder)
+
+
+def _keep_settings(decided: _Decided) -> None:
+    """Write what a later command needs: the settings with everything filled in, the plan, the tokenizer."""
+    folder, pinned = decided.folder, decided.config.model_copy(update={"revision": decided.base.revision})
+    write_text(folder.config, pinned.to_yaml())
+    write_json(folder.plan, dataclasses.asdict(decided.plan))
+    save_tokenizer(decided.base.tokenizer, folder.tokenizer)
+
+
+def _load(decided: _Decided, phases: Phases) -> _Ready:
+    """Bring the model to its place, adapted, with its optimizer."""
+    config = decided.config
+    with phases.phase("load", planned_bytes=decided.plan.phases[0].peak_bytes):
+        loaded = load_base(
+            decided.base,
+            decided.device,
+            dtype=decided.machine.dtype,
+            bits=config.bits,
+            adapted=choose(config),
+            adapter=adapter_spec(config),
+            told=lambda done, total: phases.tell(_progress("load", done, total)),
+            continue_from=config.lora.adapter,
+        )
+        optimizer = optimizer_for(loaded, optimizer_settings(config))
+    return _Ready(**vars(decided), loaded=loaded, optimizer=optimizer)
+
+
+def _rehearse(ready: _Ready, phases: Phases) -> None:
+    """Run the worst step once; from here on the time left is known."""
+    with phases.phase("rehearse") as own:
+        rehearsal = rehearse(
+            ready.loaded, ready.optimizer, ready.plan, ready.work.fullest(ready.plan.rung.micro_tokens)
+        )
+        own += rehearsal.phases
+    over = rehearsal.measured_bytes - ready.plan.peak_bytes
+    if over > ready.plan.margin_bytes:
+        phases.note(f"the rehearsal took {show_bytes(over)} more than planned", warning=True)
+    phases.tell(_ahead(ready, Progressed(), rehearsal.seconds_per_token))
+
+
+def _ahead(ready: _Ready, progress: Progressed, seconds_per_token: float | None) -> Ahead:
+    work, config = ready.work, ready.config
+    return Ahead(
+        total_steps=work.total_steps,
+        total_tokens=work.order.total_tokens(work.total_steps) - work.order.total_tokens(progress.step),
+        first_step=progress.step + 1,
+        evaluate_every=config.evaluate_every if work.prepared.heldout else 0,
+        save_every=config.save_every,
+        seconds_per_token=seconds_per_token,
+        planned_bytes=ready.plan.peak_bytes,
+    )
+
+
+def _train(ready: _Ready, phases: Phases) -> Trained:
+    """Make the steps that are left and put the adapter into the run folder."""
+    folder, loaded, base, config = ready.folder, ready.loaded, ready.base, ready.config
+    progress, notes = load_newest(folder.checkpoints, ready.optimizer, ready.identity)
+    for text in notes:
+        phases.note(text, warning=True)
+    if progress.step:
+        phases.note(f"going on from step {progress.step} of {ready.work.total_steps}")
+        phases.tell(_ahead(ready, progress, None))
+    with phases.phase("train", planned_bytes=ready.plan.peak_bytes):
+        job = Job(
+            config=config,
+            model=loaded.model,
+            place=loaded.place,
+            optimizer=ready.optimizer,
+            rung=ready.plan.rung,
+            order=ready.work.order,
+            examples=ready.work.examples,
+            heldout=ready.work.batches(ready.work.prepared.heldout, ready.plan.rung.micro_tokens),
+            total_steps=ready.work.total_steps,
+            checkpoints=folder.checkpoints,
+            identity=ready.identity,
+            save_best=lambda: keep_adapter(folder.best, loaded, base, config),
+            started=phases.started,
+        )
+        trained = train(job, progress, phases.tell)
+    if trained.settled and folder.best.is_dir():  # early stopping: the best one is what was wanted
+        fill_adapters(loaded, folder.best)
+    path = keep_adapter(folder.adapter, loaded, base, config)
+    phases.tell(Saved(path=str(path), step=trained.steps, kind="adapter"))
+    return trained
+
+
+def _keep_record(ready: _Ready, trained: Trained, results: tuple[Results, Results], phases: Phases) -> Record:
+    """Write down what the run was."""
+    before, after = results
+    record = Record(
+        version=version("ajusta"),
+        model=model_facts(ready.base, ready.loaded),
+        plan=ready.plan,
+        data=ready.work.prepared.summary,
+        trained=trained,
+        phases=phases.measures,
+        exam_results=(*before.exams, *after.exams),
+        loss_results=(*before.losses, *after.losses),
+        folder=str(ready.folder.path),
+        adapter=str(ready.folder.adapter),
+        environment={
+            "python": platform.python_version(),
+            "system": platform.system(),
+            "device": ready.machine.device.name,
+            **{name: version(name) for name in ("torch", "transformers", "safetensors")},
+        },
+    )
+    write_json(ready.folder.record, record.as_json())
+    return record
+
+
+def _same_base(config: Config, place: RunFolder) -> Base:
+    """Open the base of a finished run and hold that it is the one that was tuned.
+
+    Raises:
+        UserError: its fingerprint is another one.
+    """
+    base = open_base(config)
+    tuned = read_adapter(place.adapter).base_fingerprint
+    if tuned is not None and tuned != base.source.fingerprint:
+        raise UserError(
+            f"{config.model} is not the model that was tuned in {place.path} (another fingerprint); expected the same "
+            f"files; put them back, or correct `model` in {place.config}"
+        )
+    return base
+
+
+def _load_tuned(config: Config, base: Base, place: RunFolder, listener: Listener) -> Loaded:
+    device, machine = look_at_machine(config)
+    return load_base(
+        base,
+        device,
+        dtype=machine.dtype,
+        bits=config.bits,
+        adapted=choose(config),
+        adapter=replace(adapter_spec(config), dropout=0.0),
+        told=lambda done, total: listener(_progress("load", done, total)),
+        continue_from=place.adapter,
+    )
+
+
+def _progress(phase: str, done: int, total: int) -> Progress:
+    return Progress(phase=phase, done=done, total=total)

@@ -1,0 +1,63 @@
+"""The base model as it comes in: its files, its weights, its tokenizer, its limits. Weights are not read yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from ajusta.data.gguf_tokenizer import tokenizer_from_gguf
+from ajusta.data.tokenizer import end_token_ids, load_tokenizer
+from ajusta.engine.weights import GgufSource, WeightSource, open_weights
+from ajusta.spec.config import Config
+from ajusta.stages.fetch import fetch
+
+_LIMITS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+_NO_LIMIT = ("bloom", "mpt")  # ALiBi: positions are distances, no table ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """The model that a run starts from."""
+
+    reference: str
+    revision: str | None
+    source: WeightSource
+    tokenizer: PreTrainedTokenizerBase
+    end_token_ids: tuple[int, ...]
+    position_limit: int | None  # tokens; None where the model has no table of positions
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Transformers' configuration."""
+        return self.source.config
+
+
+def open_base(config: Config) -> Base:
+    """Find the model, fetch it if it is a hub name, open its weights and its tokenizer.
+
+    Raises:
+        UserError: there is no such model, or it cannot be used; one line says why.
+    """
+    fetched = fetch(config.model, config.revision, offline=config.offline, allow_code=config.trust_remote_code)
+    source = open_weights(fetched.path, trust_remote_code=config.trust_remote_code, reference=fetched.reference)
+    if isinstance(source, GgufSource):
+        tokenizer: PreTrainedTokenizerBase = tokenizer_from_gguf(source.metadata, str(fetched.path))
+    else:
+        tokenizer = load_tokenizer(fetched.path)
+    return Base(
+        reference=fetched.reference,
+        revision=fetched.revision,
+        source=source,
+        tokenizer=tokenizer,
+        end_token_ids=end_token_ids(tokenizer, source.generation),
+        position_limit=_limit(source.config),
+    )
+
+
+def _limit(config: PretrainedConfig) -> int | None:
+    text = config.get_text_config()
+    if text.model_type in _NO_LIMIT:
+        return None
+    values = [getattr(text, name, None) for name in _LIMITS]
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

@@ -1,0 +1,100 @@
+"""Take a tuned model out of its run folder: the adapter by itself, or merged into the base's own weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ajusta.base.errors import UserError
+from ajusta.blocks.linear import is_conv1d
+from ajusta.data.tokenizer import save_tokenizer
+from ajusta.engine.adapter_files import AdapterFile
+from ajusta.engine.skeleton import build_skeleton
+from ajusta.engine.weights import match_names, renamer
+from ajusta.stages.base import Base
+from ajusta.stages.folder import RunFolder, write_whole
+
+
+def export_adapter(folder: RunFolder, out: Path) -> Path:
+    """Copy the adapter, in PEFT's format, with the tokenizer and template that it was trained with.
+
+    Raises:
+        UserError: `out` holds something already.
+    """
+
+    def write(aside: Path) -> None:
+        shutil.copytree(folder.tokenizer, aside)
+        shutil.copytree(folder.adapter, aside, dirs_exist_ok=True)
+
+    _make(out, write)
+    return out
+
+
+def export_merged(base: Base, adapter: AdapterFile, out: Path, told: Callable[[int, int], None]) -> Path:
+    """Write W + s B A for every adapted linear and the other weights as they are, in the base's own dtype.
+
+    Merged onto the base's original weights, not onto their quantized form. A GGUF base is read as fp32, and its 4-bit
+    weights are written as the bf16 numbers that they stand for.
+
+    Raises:
+        UserError: `out` holds something already.
+    """
+    dtype = _stored_dtype(base)
+    skeleton = build_skeleton(base.config, dtype)
+    matching = match_names(
+        base.source.infos, skeleton.slots, skeleton.chain.model.base_model_prefix, renamer(skeleton.chain.model)
+    )
+    tied = {name for name, _ in skeleton.tied}
+    matching.require_complete(tied=tied, reference=base.reference)
+    transposed = {path for path, module in skeleton.linears.items() if is_conv1d(module)}
+
+    def write(aside: Path) -> None:
+        aside.mkdir(parents=True)
+        tensors: dict[str, Tensor] = {}
+        for name in skeleton.slots:
+            if name in tied:
+                continue
+            tensor = base.source.read(matching.found[name])
+            path = name.removesuffix(".weight")
+            if path in adapter.layers:
+                delta = adapter.layers[path].delta()
+                tensor = tensor.float().add_(delta.t() if path in transposed else delta)
+            tensors[name] = tensor.to(dtype).contiguous()
+            told(len(tensors), len(skeleton.slots) - len(tied))
+        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        config = base.config
+        config.dtype = dtype
+        config.save_pretrained(aside)
+        save_tokenizer(base.tokenizer, aside)
+        _save_generation(base, aside)
+
+    _make(out, write)
+    return out
+
+
+def _stored_dtype(base: Base) -> torch.dtype:
+    kinds = {info.dtype for info in base.source.infos.values()}
+    if kinds == {torch.float32} and any(str(file).endswith(".gguf") for file in base.source.files):
+        return torch.bfloat16
+    return max(kinds, key=lambda kind: kind.itemsize)
+
+
+def _save_generation(base: Base, aside: Path) -> None:
+    values = {name: value for name, value in base.source.generation.items() if value is not None}
+    GenerationConfig(**{**values, "eos_token_id": list(base.end_token_ids)}).save_pretrained(aside)
+
+
+def _make(out: Path, write: Callable[[Path], None]) -> None:
+    if out.exists():
+        raise UserError(f"{out} exists already; expected a new folder; choose another --out")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, write)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error

@@ -1,0 +1,83 @@
+"""Rehearse: one real step at the worst micro-batch and one evaluation, measured beside what was planned.
+
+The step is run at a learning rate of zero and the moments it leaves are wiped, so the run that follows is the same as
+without it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ajusta.base.errors import NumbersGoneBad
+from ajusta.blocks.optimizer import FlatAdamW
+from ajusta.engine.phases import adopt_model, loss_only, run_step
+from ajusta.memory.ledger import Category
+from ajusta.spec.data import MicroBatch
+from ajusta.spec.plan import Plan
+from ajusta.spec.record import PhaseMeasure
+from ajusta.stages.load import Loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What the rehearsal measured."""
+
+    seconds_per_token: float
+    phases: tuple[PhaseMeasure, ...]
+
+    @property
+    def measured_bytes(self) -> int:
+        """The fullest moment, in bytes of tensors."""
+        return max(phase.measured_bytes or 0 for phase in self.phases)
+
+
+def rehearse(loaded: Loaded, optimizer: FlatAdamW, plan: Plan, fullest: MicroBatch) -> Rehearsal:
+    """Run the step and the evaluation that the plan was made for, counting every allocation.
+
+    Raises:
+        NumbersGoneBad: an adapter got no gradient, or the loss is not finite.
+    """
+    planned = {phase.phase: phase.peak_bytes for phase in plan.phases}
+    model, place = loaded.model, loaded.place
+    with place.counting() as ledger:
+        adopt_model(model, place)
+        ledger.adopt((optimizer.grads,), Category.GRADIENTS)
+        ledger.adopt((optimizer.first, optimizer.second, optimizer.updates), Category.OPTIMIZER)
+        ledger.start_over()
+        began = time.monotonic()
+        result = run_step(model, place, (fullest,), plan.rung, optimizer, 0.0, 0, before_update=_check_gradients)
+        loss = result.mean_loss()
+        step = _measure("train", began, planned, ledger.peak.live_bytes)
+        ledger.start_over()
+        began = time.monotonic()
+        loss_only(model.chain, place, fullest, plan.rung.loss_chunk)
+        evaluation = _measure("evaluate", began, planned, ledger.peak.live_bytes)
+    for buffer in (optimizer.first, optimizer.second, optimizer.updates):
+        buffer.zero_()
+    if loss != loss or loss in (float("inf"), float("-inf")):
+        raise NumbersGoneBad(
+            f"the first loss is {loss}; expected a finite number; the weights may be damaged, or too large for "
+            f"{plan.dtype}: try --set dtype=fp32"
+        )
+    return Rehearsal(seconds_per_token=step.seconds / fullest.num_tokens, phases=(step, evaluation))
+
+
+def _check_gradients(optimizer: FlatAdamW) -> None:
+    """Refuse to train adapters that the loss does not reach: B's gradient is zero only where nothing flows."""
+    gradients = [parameter.grad for parameter in optimizer.parameters[1::2]]
+    silent = sum(1 for grad in gradients if grad is None or not bool(grad.any()))
+    if silent:
+        raise NumbersGoneBad(
+            f"{silent} of {len(optimizer.parameters) // 2} adapters got no gradient in the first step; expected "
+            f"every one to be reached by the loss; leave those layers out with lora.exclude, and please report the model"
+        )
+
+
+def _measure(phase: str, began: float, planned: dict[str, int], measured: int) -> PhaseMeasure:
+    return PhaseMeasure(
+        phase=phase,
+        seconds=time.monotonic() - began,
+        planned_bytes=planned.get(phase),
+        measured_bytes=measured,
+    )

@@ -1,0 +1,129 @@
+"""What there is to do: the examples in their order, what the loss is taken on, the exams, how many steps."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ajusta.base.errors import UserError
+from ajusta.data.exam import Question, read_exam
+from ajusta.data.general import general_rows
+from ajusta.data.order import Order, worst_step
+from ajusta.data.pack import lay_out, micro_batches
+from ajusta.data.prepare import Prepared, prepare
+from ajusta.data.readers import Reading, read
+from ajusta.spec.config import Config
+from ajusta.spec.data import Example, MicroBatch
+from ajusta.stages.base import Base
+from ajusta.stages.checkpoint import digest_of
+
+# Settings that leave the learned numbers as they are, or as they are but for rounding.
+_MAY_CHANGE = frozenset(
+    {"out", "exam", "memory", "stop_after", "save_every", "offline", "revision"}
+    | {"gradient_checkpointing", "micro_batch", "trust_remote_code"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exam:
+    """A file of questions."""
+
+    name: str
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """All that the data asks of the run."""
+
+    prepared: Prepared
+    general: tuple[Example, ...]
+    exams: tuple[Exam, ...]
+    order: Order
+    total_steps: int
+    packing: bool
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """What is trained on."""
+        return self.prepared.train
+
+    def fullest(self, micro_tokens: int) -> MicroBatch:
+        """Return the fullest micro-batch of the whole run."""
+        worst = worst_step(self.order, micro_tokens, self.total_steps, packing=self.packing)
+        return lay_out([self.prepared.train[index] for index in worst.fullest])
+
+    def batches(self, examples: tuple[Example, ...], micro_tokens: int) -> tuple[MicroBatch, ...]:
+        """Cut examples into micro-batches, for an evaluation."""
+        return micro_batches(examples, micro_tokens, packing=self.packing)
+
+    def identity(self, config: Config, base: Base) -> dict[str, str]:
+        """Return digests of what a saved state belongs to: settings, data, base."""
+        settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in _MAY_CHANGE}
+        settings.pop("data")
+        data = hashlib.sha256()
+        for example in (*self.prepared.train, *self.prepared.heldout):
+            data.update(example.ids.tobytes() + example.trained.tobytes())
+        return {"settings": digest_of(settings), "data": data.hexdigest(), "base": base.source.fingerprint}
+
+
+def read_work(config: Config, base: Base, *, all_heldout: bool = False) -> Work:
+    """Read the data and the exams and lay out the run; with `all_heldout` all of the data is for measuring.
+
+    Raises:
+        DataError: nothing in the data can be trained on, or an exam file is broken.
+    """
+    prepared = prepare_data(config, base)
+    if all_heldout:
+        prepared = replace(prepared, heldout=(*prepared.train, *prepared.heldout))
+    order = Order(
+        lengths=tuple(len(example) for example in prepared.train), batch_size=config.batch_size, seed=config.seed
+    )
+    return Work(
+        prepared=prepared,
+        general=general_examples(config, base),
+        exams=read_exams(config.exam),
+        order=order,
+        total_steps=config.steps or config.epochs * order.steps_per_epoch,
+        packing=config.text.packing,
+    )
+
+
+def prepare_data(config: Config, base: Base) -> Prepared:
+    """Read what `config.data` names and turn it into examples."""
+    if not config.data:
+        raise UserError("no data was given; expected files or folders of text; add --data PATH")
+    text = config.text
+    return prepare(
+        read(config.data, strict=text.strict),
+        base.tokenizer,
+        max_length=config.max_length,
+        heldout_fraction=text.heldout_fraction,
+        seed=config.seed,
+        system=text.system,
+        end_token_ids=base.end_token_ids,
+        overlap=text.overlap,
+        model_limit=base.position_limit,
+        strict=text.strict,
+    )
+
+
+def general_examples(config: Config, base: Base) -> tuple[Example, ...]:
+    """Return the fixed general text as examples."""
+    rows = general_rows()
+    reading = Reading(rows=rows, dropped=(), notes=(), files=1)
+    return prepare(
+        reading,
+        base.tokenizer,
+        max_length=config.max_length,
+        heldout_fraction=0.0,
+        seed=0,
+        end_token_ids=base.end_token_ids,
+        model_limit=base.position_limit,
+    ).train
+
+
+def read_exams(paths: tuple[Path, ...]) -> tuple[Exam, ...]:
+    """Read exam files; each is named after its file."""
+    return tuple(Exam(name=path.stem, questions=read_exam(path)) for path in paths)
