@@ -8,14 +8,13 @@ This is the only place where deciding (planning/) and doing (stages/) meet.
 from __future__ import annotations
 
 import dataclasses
-import platform
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from ajusta.base.errors import DoesNotFit, UserError
+from ajusta.base.errors import DoesNotFit
 from ajusta.base.events import Ahead, Listener, Progress, Saved, silent
 from ajusta.base.units import show_bytes
 from ajusta.blocks.optimizer import FlatAdamW
@@ -23,22 +22,31 @@ from ajusta.data.order import Order
 from ajusta.data.show import colour_segments, token_histogram
 from ajusta.data.tokenizer import save_tokenizer
 from ajusta.engine.adapter_files import read_adapter
-from ajusta.planning.request import adapter_spec, choose, imagined_examples, make_request, optimizer_settings
-from ajusta.planning.search import search
+from ajusta.planning.request import adapter_spec, imagined_examples, make_request, optimizer_settings
+from ajusta.planning.search import Request, search
 from ajusta.spec.config import Config, load_config
-from ajusta.spec.data import DataSummary
 from ajusta.spec.device import Machine
 from ajusta.spec.plan import Plan
-from ajusta.spec.record import Record, Results, Trained
+from ajusta.spec.record import LookedAt, Measured, Record, Results, Trained
 from ajusta.stages.answer import Speaker
 from ajusta.stages.base import Base, open_base
-from ajusta.stages.checkpoint import Progressed, load_newest
-from ajusta.stages.device import look_at_machine
+from ajusta.stages.checkpoint import Progressed, load_newest, require_same
+from ajusta.stages.device import environment, look_at_machine
 from ajusta.stages.doctor import Finding, look_around
-from ajusta.stages.export import export_adapter, export_merged
-from ajusta.stages.folder import RunFolder, open_finished, open_for_training, write_json, write_text
-from ajusta.stages.load import Loaded, fill_adapters, keep_adapter, load_base, model_facts, optimizer_for
-from ajusta.stages.measure import Measuring, measure, measure_before
+from ajusta.stages.earlier import plan_as_before, read_earlier
+from ajusta.stages.export import export_adapter, export_merged, require_form
+from ajusta.stages.folder import RunFolder, open_finished, open_for_training, write_json, write_text, write_whole
+from ajusta.stages.load import (
+    Loaded,
+    as_continued,
+    fill_adapters,
+    keep_adapter,
+    load_base,
+    model_facts,
+    optimizer_for,
+    tuned_base,
+)
+from ajusta.stages.measure import Measuring, measure, measure_after, measure_before
 from ajusta.stages.phases import Phases
 from ajusta.stages.rehearse import rehearse
 from ajusta.stages.train import Job, train
@@ -59,16 +67,17 @@ def finetune(config: Config, listener: Listener = silent, *, resume: bool = Fals
     Raises:
         UserError: a setting, the data or the model cannot be used (exit code 2).
         DoesNotFit: no exact plan fits into the memory given (exit code 3).
+        NumbersGoneBad: the loss or the gradients are not finite; the last good state is saved (exit code 1).
     """
     with open_for_training(config.run_folder, resume=resume) as folder:
         phases = Phases(listener, folder.log)
         decided = _decide(config, folder, phases)
         _keep_settings(decided)
         ready = _load(decided, phases)
-        _rehearse(ready, phases)
+        pace = _rehearse(ready, phases)
         before = measure_before(ready.measuring(), phases, ready.identity)
-        trained = _train(ready, phases)
-        after = Results() if trained.interrupted else measure(ready.measuring(), phases, when="after")
+        trained = _train(ready, phases, pace)
+        after = measure_after(ready.measuring(), phases, trained)
         return _keep_record(ready, trained, (before, after), phases)
 
 
@@ -103,7 +112,7 @@ def load(folder: Path | str, listener: Listener = silent) -> Speaker:
     """
     place = open_finished(Path(folder))
     config = load_config(place.config)
-    base = _same_base(config, place)
+    base = tuned_base(config, place)
     loaded = _load_tuned(config, base, place, listener)
     return Speaker(
         loaded.model,
@@ -112,6 +121,7 @@ def load(folder: Path | str, listener: Listener = silent) -> Speaker:
         end_token_ids=base.end_token_ids,
         system=config.text.system,
         position_limit=base.position_limit,
+        listener=listener,
     )
 
 
@@ -128,7 +138,7 @@ def evaluate(
     """
     place = open_finished(Path(folder))
     config = load_config(place.config)
-    base = _same_base(config, place)
+    base = tuned_base(config, place)
     if data:
         config = config.model_copy(update={"data": tuple(data)})
     config = config.model_copy(update={"exam": tuple(exams) or config.exam})
@@ -152,13 +162,14 @@ def export(folder: Path | str, out: Path | None = None, form: str = "adapter", l
         listener: told how far it is.
 
     Raises:
-        UserError: the folder is no finished run, `out` exists, or the base model has changed.
+        UserError: the folder is no finished run, `out` exists, the base model has changed, or there is no such form.
     """
+    require_form(form)
     place = open_finished(Path(folder))
     target = out or place.path / f"export-{form}"
     if form == "adapter":
         return export_adapter(place, target)
-    base = _same_base(load_config(place.config), place)
+    base = tuned_base(load_config(place.config), place)
     adapter = read_adapter(place.adapter)
     return export_merged(base, adapter, target, lambda done, total: listener(_progress("export", done, total)))
 
@@ -181,38 +192,6 @@ def look_at_data(config: Config, listener: Listener = silent) -> LookedAt:
 def doctor(listener: Listener = silent) -> tuple[Finding, ...]:
     """Look at this machine: what is here, what is missing, what to do about it."""
     return look_around()
-
-
-@dataclass(frozen=True, kw_only=True)
-class LookedAt:
-    """What `ajusta data` shows: the account, the histogram (from, to, examples), one example (text, trained)."""
-
-    summary: DataSummary
-    histogram: tuple[tuple[int, int, int], ...]
-    sample: tuple[tuple[str, bool], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What `ajusta evaluate` found, in the form in which the end of a run is shown."""
-
-    results: Results
-    adapter: str
-
-    @property
-    def exams(self) -> tuple[tuple[str, int | None, int | None, int], ...]:
-        """Exam's name, nothing, right answers now, questions."""
-        return tuple((result.exam, None, result.correct, result.total) for result in self.results.exams)
-
-    @property
-    def losses(self) -> tuple[tuple[str, float | None, float | None], ...]:
-        """Text's name, nothing, loss now."""
-        return tuple((result.name, None, result.loss) for result in self.results.losses)
-
-    @property
-    def savings(self) -> tuple[tuple[str, int], ...]:
-        """Nothing: no plan was made."""
-        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,32 +232,46 @@ class _Ready(_Decided):
 
 
 def _decide(config: Config, folder: RunFolder, phases: Phases) -> _Decided:
-    """Read model and data, look at the machine, and plan.
+    """Read model and data, look at the machine, and plan; the settings that come out have everything filled in.
 
     Raises:
+        UserError: the folder holds the state of another run.
         DoesNotFit: with the bytes that are missing and the nearest ways out.
     """
     with phases.phase("data"):
         base = open_base(config)
+        config, notes = as_continued(config, base)
+        for text in notes:
+            phases.note(text, warning=True)
         work = read_work(config, base)
         phases.tell_data(work.prepared.summary)
     with phases.phase("plan"):
-        device, machine = look_at_machine(config)
-        made = search(
-            make_request(config, base.source, machine, work.examples, work.order, work.total_steps, with_savings=True)
+        earlier = read_earlier(folder)
+        device, machine = look_at_machine(config, earlier.config.dtype if earlier else None)
+        config = config.model_copy(update={"dtype": machine.dtype, "revision": base.revision})
+        require_same(folder.checkpoints, work.identity(config, base))
+        request = make_request(
+            config, base.source, machine, work.examples, work.order, work.total_steps, with_savings=True
         )
+        made = plan_as_before(earlier, config, lambda *shape: search(_shaped(request, *shape)))
         phases.tell_plan(made)
     if not made.fits:
         raise DoesNotFit("\n".join([made.sentence(), "ways out:", *(f"  {way}" for way in made.ways_out)]))
     return _Decided(config=config, base=base, work=work, machine=machine, device=device, plan=made, folder=folder)
 
 
+def _shaped(request: Request, recompute_blocks: int | None, micro_tokens: int | None) -> Request:
+    if recompute_blocks is None:
+        return request
+    return replace(request, recompute=recompute_blocks, micro_tokens=micro_tokens)
+
+
 def _keep_settings(decided: _Decided) -> None:
     """Write what a later command needs: the settings with everything filled in, the plan, the tokenizer."""
-    folder, pinned = decided.folder, decided.config.model_copy(update={"revision": decided.base.revision})
-    write_text(folder.config, pinned.to_yaml())
+    folder = decided.folder
+    write_text(folder.config, decided.config.to_yaml())
     write_json(folder.plan, dataclasses.asdict(decided.plan))
-    save_tokenizer(decided.base.tokenizer, folder.tokenizer)
+    write_whole(folder.tokenizer, lambda aside: save_tokenizer(decided.base.tokenizer, aside))
 
 
 def _load(decided: _Decided, phases: Phases) -> _Ready:
@@ -290,17 +283,18 @@ def _load(decided: _Decided, phases: Phases) -> _Ready:
             decided.device,
             dtype=decided.machine.dtype,
             bits=config.bits,
-            adapted=choose(config),
             adapter=adapter_spec(config),
             told=lambda done, total: phases.tell(_progress("load", done, total)),
             continue_from=config.lora.adapter,
         )
+        for text in loaded.model.targets.notes:
+            phases.note(text, warning=True)
         optimizer = optimizer_for(loaded, optimizer_settings(config))
     return _Ready(**vars(decided), loaded=loaded, optimizer=optimizer)
 
 
-def _rehearse(ready: _Ready, phases: Phases) -> None:
-    """Run the worst step once; from here on the time left is known."""
+def _rehearse(ready: _Ready, phases: Phases) -> float:
+    """Run the worst step once and return its seconds per token; from here on the time left is known."""
     with phases.phase("rehearse") as own:
         rehearsal = rehearse(
             ready.loaded, ready.optimizer, ready.plan, ready.work.fullest(ready.plan.rung.micro_tokens)
@@ -310,9 +304,10 @@ def _rehearse(ready: _Ready, phases: Phases) -> None:
     if over > ready.plan.margin_bytes:
         phases.note(f"the rehearsal took {show_bytes(over)} more than planned", warning=True)
     phases.tell(_ahead(ready, Progressed(), rehearsal.seconds_per_token))
+    return rehearsal.seconds_per_token
 
 
-def _ahead(ready: _Ready, progress: Progressed, seconds_per_token: float | None) -> Ahead:
+def _ahead(ready: _Ready, progress: Progressed, seconds_per_token: float) -> Ahead:
     work, config = ready.work, ready.config
     return Ahead(
         total_steps=work.total_steps,
@@ -325,15 +320,15 @@ def _ahead(ready: _Ready, progress: Progressed, seconds_per_token: float | None)
     )
 
 
-def _train(ready: _Ready, phases: Phases) -> Trained:
-    """Make the steps that are left and put the adapter into the run folder."""
+def _train(ready: _Ready, phases: Phases, seconds_per_token: float) -> Trained:
+    """Make the steps that are left and put the adapter into the run folder: the best one where that was asked for."""
     folder, loaded, base, config = ready.folder, ready.loaded, ready.base, ready.config
     progress, notes = load_newest(folder.checkpoints, ready.optimizer, ready.identity)
     for text in notes:
         phases.note(text, warning=True)
     if progress.step:
         phases.note(f"going on from step {progress.step} of {ready.work.total_steps}")
-        phases.tell(_ahead(ready, progress, None))
+        phases.tell(_ahead(ready, progress, seconds_per_token))
     with phases.phase("train", planned_bytes=ready.plan.peak_bytes):
         job = Job(
             config=config,
@@ -351,7 +346,11 @@ def _train(ready: _Ready, phases: Phases) -> Trained:
             started=phases.started,
         )
         trained = train(job, progress, phases.tell)
-    if trained.settled and folder.best.is_dir():  # early stopping: the best one is what was wanted
+    if trained.interrupted:
+        where = f"step {trained.steps} of {trained.total_steps}"
+        phases.note(f"left after {where}: {trained.stopped_because}; the same command with --resume goes on")
+    elif config.early_stopping and trained.best_step not in (None, trained.steps):
+        phases.note(f"the adapter of step {trained.best_step} is kept: its held-out loss was the lowest")
         fill_adapters(loaded, folder.best)
     path = keep_adapter(folder.adapter, loaded, base, config)
     phases.tell(Saved(path=str(path), step=trained.steps, kind="adapter"))
@@ -372,31 +371,10 @@ def _keep_record(ready: _Ready, trained: Trained, results: tuple[Results, Result
         loss_results=(*before.losses, *after.losses),
         folder=str(ready.folder.path),
         adapter=str(ready.folder.adapter),
-        environment={
-            "python": platform.python_version(),
-            "system": platform.system(),
-            "device": ready.machine.device.name,
-            **{name: version(name) for name in ("torch", "transformers", "safetensors")},
-        },
+        environment=environment(ready.machine.device),
     )
     write_json(ready.folder.record, record.as_json())
     return record
-
-
-def _same_base(config: Config, place: RunFolder) -> Base:
-    """Open the base of a finished run and hold that it is the one that was tuned.
-
-    Raises:
-        UserError: its fingerprint is another one.
-    """
-    base = open_base(config)
-    tuned = read_adapter(place.adapter).base_fingerprint
-    if tuned is not None and tuned != base.source.fingerprint:
-        raise UserError(
-            f"{config.model} is not the model that was tuned in {place.path} (another fingerprint); expected the same "
-            f"files; put them back, or correct `model` in {place.config}"
-        )
-    return base
 
 
 def _load_tuned(config: Config, base: Base, place: RunFolder, listener: Listener) -> Loaded:
@@ -406,7 +384,6 @@ def _load_tuned(config: Config, base: Base, place: RunFolder, listener: Listener
         device,
         dtype=machine.dtype,
         bits=config.bits,
-        adapted=choose(config),
         adapter=replace(adapter_spec(config), dropout=0.0),
         told=lambda done, total: listener(_progress("load", done, total)),
         continue_from=place.adapter,

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from layers import frozen_of
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ajusta.blocks.dropout import DropoutContext, LoraDropout, TokenIds, keep_mask
-from ajusta.blocks.linear import FrozenLinear
 from ajusta.blocks.lora import LoraLinear, lora_scale
 from ajusta.memory.ledger import Category, Ledger
 
@@ -20,7 +20,7 @@ INPUTS, OUTPUTS, RANK = 66, 10, 4
 
 def layer(kind="none", dtype=torch.float32, base_dtype=torch.float32, outputs=OUTPUTS, dropout=None):
     torch.manual_seed(0)
-    base = FrozenLinear.from_module(nn.Linear(INPUTS, outputs).to(base_dtype), kind)
+    base = frozen_of(nn.Linear(INPUTS, outputs).to(base_dtype), kind)
     generator = torch.Generator().manual_seed(1)
     made = LoraLinear.from_base(base, rank=RANK, alpha=8, generator=generator, dtype=dtype, dropout=dropout)
     nn.init.normal_(made.lora_B, std=0.3)
@@ -110,7 +110,7 @@ def test_starts_at_the_base_model():
     x = torch.randn(5, INPUTS)
     wanted = linear(x)
     made = LoraLinear.from_base(
-        FrozenLinear.from_module(linear), rank=RANK, alpha=8, generator=torch.Generator().manual_seed(1)
+        frozen_of(linear), rank=RANK, alpha=8, generator=torch.Generator().manual_seed(1)
     )
     assert torch.equal(made(x), wanted) and not made.lora_B.any()
     assert made.lora_A.abs().max() <= 1 / math.sqrt(INPUTS) and made.lora_A.std() > 0.5 / math.sqrt(INPUTS)
@@ -119,7 +119,7 @@ def test_starts_at_the_base_model():
 def test_the_start_is_a_function_of_the_generator():
     draws = []
     for _ in range(2):
-        base = FrozenLinear.from_module(nn.Linear(INPUTS, OUTPUTS))
+        base = frozen_of(nn.Linear(INPUTS, OUTPUTS))
         draws.append(LoraLinear.from_base(base, rank=2, alpha=4, generator=torch.Generator().manual_seed(5)).lora_A)
     assert torch.equal(*draws)
 
@@ -260,7 +260,7 @@ def test_any_split_of_the_batch_gives_one_gradient(probability):
 def test_made_on_meta_then_started():
     real = layer()
     with torch.device("meta"):
-        base = FrozenLinear.from_module(nn.Linear(INPUTS, OUTPUTS))
+        base = frozen_of(nn.Linear(INPUTS, OUTPUTS))
     made = LoraLinear.from_base(base, rank=RANK, alpha=8, generator=torch.Generator().manual_seed(1))
     assert made.lora_A.is_meta and made(torch.empty(3, INPUTS, device="meta")).is_meta
     made.restart(torch.Generator().manual_seed(1), torch.device("cpu"))

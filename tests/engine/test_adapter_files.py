@@ -8,13 +8,17 @@ import math
 
 import pytest
 import torch
+from architectures import stock_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
+from tuned import ModelSource
 
 from ajusta.base.errors import ModelError
-from ajusta.blocks.targets import LoraSettings, adapt
 from ajusta.engine.adapter_files import CONFIG_NAME, TENSORS_NAME, load_into, read_adapter, save_adapter, target_names
+from ajusta.engine.assemble import AdapterSpec, assemble
+from ajusta.engine.skeleton import build_skeleton
+from ajusta.memory.place import RealPlace
 
 # PEFT 0.21 reads a property that transformers 5.24 has renamed: theirs to settle, not ours.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -26,43 +30,47 @@ LLAMA = COMMON | {
     "num_key_value_heads": 2,
 }  # fmt: skip
 MODELS = {
-    "llama": (LLAMA, "model.layers"),
-    "qwen3": (LLAMA | {"head_dim": 8}, "model.layers"),
-    "gpt2": (COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}, "transformer.h"),
-    "bloom": (COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "transformer.h"),
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"head_dim": 8},
+    "gpt2": COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "bloom": COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4},
 }
+CPU = RealPlace("cpu")
 IDS = torch.arange(1, 13)[None]
 
 
-def tiny(kind):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **MODELS[kind][0])).eval()
+def tiny(kind, **changed):
+    return stock_model(AutoConfig.for_model(kind, **(MODELS[kind] | changed)))
 
 
-def ours(kind, *, trained=True, rank=4, alpha=8.0, stabilized=True, targets=None):
-    model = tiny(kind)
-    settings = LoraSettings(rank=rank, alpha=alpha, rank_stabilized=stabilized, targets=targets)
-    adapted = adapt(model, MODELS[kind][1], settings, bits="none", generator=torch.Generator().manual_seed(7))
+def ours(kind, *, trained=True, rank=4, alpha=8.0, stabilized=True, targets=None, **changed):
+    """Return the tiny model as ajusta assembles it, and its adapters."""
+    stock = tiny(kind, **changed)
+    assembled = assemble(
+        build_skeleton(stock.config, torch.float32), ModelSource(stock), CPU, dtype=torch.float32, bits="none",
+        adapter=AdapterSpec(rank=rank, alpha=alpha, rank_stabilized=stabilized, targets=targets, seed=7),
+    )  # fmt: skip
     if trained:
-        for layer in adapted.lora.values():
+        for layer in assembled.adapters.values():
             nn.init.normal_(layer.lora_B, std=0.2)
-    return model, adapted.lora
+    return assembled, assembled.adapters
 
 
 def save(folder, model, layers, stabilized=True, **extra):
-    paths = [path for path, module in tiny_paths(model)]
+    paths = model.module_paths
     save_adapter(
         folder, layers, rank_stabilized=stabilized, module_paths=paths, base_reference="somebody/tiny", **extra
     )
 
 
-def tiny_paths(model):
-    return [(path, module) for path, module in model.named_modules() if path]
-
-
 def logits(model):
+    """Of a stock model."""
     with torch.no_grad():
         return model(input_ids=IDS).logits
+
+
+def our_logits(model):
+    return logits(model.chain.model)
 
 
 @pytest.mark.parametrize("stabilized", [True, False])
@@ -74,7 +82,7 @@ def test_stock_peft_opens_ours(kind, stabilized, tmp_path, caplog, recwarn):
         theirs = peft.PeftModel.from_pretrained(tiny(kind), str(tmp_path / "adapter")).eval()
     ours_to_answer = [w for w in recwarn.list if "is_gradient_checkpointing" not in str(w.message)]
     assert not ours_to_answer and not caplog.records
-    difference = (logits(theirs) - logits(model)).abs().max()
+    difference = (logits(theirs) - our_logits(model)).abs().max()
     assert float(difference) <= 1e-5, float(difference)
     assert (logits(theirs) - logits(tiny(kind))).abs().max() > 1e-3  # the adapter does something
 
@@ -97,7 +105,7 @@ def test_we_open_stock_peft(kind, stabilized, tmp_path):
     file = read_adapter(tmp_path)
     assert load_into(layers, file) == len(layers)
     assert file.scales == (6 / math.sqrt(4) if stabilized else 6 / 4,)
-    assert float((logits(theirs) - logits(model)).abs().max()) <= 1e-5
+    assert float((logits(theirs) - our_logits(model)).abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize("stabilized", [True, False])
@@ -115,10 +123,10 @@ def test_per_layer_ranks_and_alphas_both_ways(stabilized, tmp_path):
     model, layers = ours("llama", trained=False, targets=("q_proj", "v_proj", "up_proj"))
     load_into(layers, read_adapter(tmp_path / "theirs"))
     assert {layer.rank for layer in layers.values()} == {2, 4, 8}
-    assert float((logits(theirs) - logits(model)).abs().max()) <= 1e-5
+    assert float((logits(theirs) - our_logits(model)).abs().max()) <= 1e-5
     save(tmp_path / "ours", model, layers, stabilized)
     again = peft.PeftModel.from_pretrained(tiny("llama"), str(tmp_path / "ours")).eval()
-    assert float((logits(again) - logits(model)).abs().max()) <= 1e-5
+    assert float((logits(again) - our_logits(model)).abs().max()) <= 1e-5
 
 
 @pytest.mark.parametrize("rank", [3, 4, 7, 16])
@@ -128,7 +136,7 @@ def test_our_own_round_trip_is_bit_equal(rank, tmp_path):
     again, filled = ours("llama", trained=False, rank=rank, alpha=1)
     file = read_adapter(tmp_path / "adapter")
     load_into(filled, file)
-    assert torch.equal(logits(model), logits(again))
+    assert torch.equal(our_logits(model), our_logits(again))
     assert [layer.scale for layer in layers.values()] == [layer.scale for layer in filled.values()]
     assert (file.base_reference, file.base_fingerprint, file.rank_stabilized) == ("somebody/tiny", "abc", True)
 
@@ -194,13 +202,9 @@ def test_another_models_shapes_are_refused(tmp_path):
     model, layers = ours("llama", targets=("q_proj",))
     save(tmp_path / "adapter", model, layers)
     file = read_adapter(tmp_path / "adapter")
-    wide = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(LLAMA | {"hidden_size": 64})))
-    adapted = adapt(
-        wide, "model.layers", LoraSettings(rank=4, alpha=8, targets=("q_proj",)), bits="none",
-        generator=torch.Generator(),
-    )  # fmt: skip
+    wide = ours("llama", targets=("q_proj",), hidden_size=64)[1]
     with pytest.raises(ModelError, match=r"q_proj is made for 32 inputs and 32 outputs.*has 64 and 64"):
-        load_into(adapted.lora, file)
+        load_into(wide, file)
 
 
 def test_half_a_layer_is_refused(tmp_path):
@@ -267,4 +271,4 @@ def test_adapters_for_a_chosen_few_layers_open_in_peft(tmp_path):
     model, layers = ours("llama", targets=("layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"))
     save(tmp_path / "adapter", model, layers)
     theirs = peft.PeftModel.from_pretrained(tiny("llama"), str(tmp_path / "adapter")).eval()
-    assert float((logits(theirs) - logits(model)).abs().max()) <= 1e-5
+    assert float((logits(theirs) - our_logits(model)).abs().max()) <= 1e-5

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from tuned import examples, our_gradients, stock_and_config, stock_gradients, tuned, with_peft
+from widen import InFp64
 
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
 from ajusta.blocks.recompute import Keep, Policy, Recompute
@@ -33,17 +34,21 @@ def batches(split: str) -> list[MicroBatch]:
     return [lay_out([made[i] for i in row]) for row in SPLITS[split]]
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks for it
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_cut_gives_stocks_gradient(kind: str) -> None:
     stock, _ = stock_and_config(kind, torch.float64)
     assembled = tuned(stock)
-    expected = stock_gradients(with_peft(kind, assembled, stock), examples(LENGTHS), assembled.adapters)
+    peft = with_peft(kind, assembled, stock)
+    with InFp64():
+        expected = stock_gradients(peft, examples(LENGTHS), assembled.adapters)
     ways: list[tuple[str, Policy, int]] = [
         ("one row", Keep(), 1000), ("one row", Recompute(), 3), ("each alone", Keep(), 3),
         ("each alone", Recompute(), 1000), ("three rows", Keep(), 1000), ("three rows", Recompute(), 3),
     ]  # fmt: skip
     for split, policy, chunk in ways:
-        found = our_gradients(assembled, batches(split), policy, chunk)
+        with InFp64():
+            found = our_gradients(assembled, batches(split), policy, chunk)
         assert _worst(found, expected) < 1e-10, (split, policy.name, chunk)
 
 
@@ -68,9 +73,11 @@ def test_recompute_is_bit_equal_to_keep_in_fp32(kind: str, dropout: float) -> No
 def test_dropout_does_not_depend_on_the_cut(kind: str) -> None:
     stock, _ = stock_and_config(kind, torch.float64)
     assembled = tuned(stock, dropout=0.3)
-    one = our_gradients(assembled, batches("one row"), Keep(), step=3)
-    plain = our_gradients(tuned(stock), batches("one row"), Keep(), step=3)
-    assert _worst(our_gradients(assembled, batches("each alone"), Keep(), step=3), one) < 1e-10
+    with InFp64():
+        one = our_gradients(assembled, batches("one row"), Keep(), step=3)
+        plain = our_gradients(tuned(stock), batches("one row"), Keep(), step=3)
+        alone = our_gradients(assembled, batches("each alone"), Keep(), step=3)
+    assert _worst(alone, one) < 1e-10
     assert _worst(plain, one) > 1e-3  # dropout was on
 
 
@@ -78,7 +85,8 @@ def test_dropout_does_not_depend_on_the_cut(kind: str) -> None:
 def test_fp32_is_near_to_fp64(kind: str) -> None:
     stock, _ = stock_and_config(kind, torch.float32)
     narrow = our_gradients(tuned(stock, dtype=torch.float32), batches("three rows"), Keep())
-    wide = our_gradients(tuned(stock.double()), batches("three rows"), Keep())
+    with InFp64():
+        wide = our_gradients(tuned(stock.double()), batches("three rows"), Keep())
     for name, value in wide.items():
         error = torch.linalg.vector_norm(narrow[name].double() - value) / torch.linalg.vector_norm(value)
         assert float(error) < 1e-5, name

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ajusta.base.errors import ModelError
 from ajusta.blocks.recompute import Keep
 from ajusta.engine.chain import Chain
-from ajusta.engine.probe import probe
 from ajusta.engine.masks import block_diagonal_mask
+from ajusta.engine.probe import probe
 from ajusta.engine.skeleton import build_skeleton
 from ajusta.memory.place import CountingPlace, Place, RealPlace
 
@@ -50,9 +50,16 @@ class Verdict:
         """One line for the log."""
         state = "chain" if self.straight else "whole" if self.replayed else "none "
         shape = f"{self.path} x {self.blocks} {'/'.join(self.classes)} -> {'+'.join(self.epilogue)}"
-        notes = [self.why, "" if self.probed else "refused by the probe", "ready mask" if self.needs_mask else "", f"mixes: {self.mixes}" if self.mixes else ""]
+        notes = [
+            self.why,
+            "" if self.probed else "refused by the probe",
+            "ready mask" if self.needs_mask else "",
+            f"mixes: {self.mixes}" if self.mixes else "",
+        ]
+        probed = "" if self.probed else "refused by the probe"
         figures = f"subset {self.subset:.0e} gradient {self.gradient:.0e} stock {self.stock:.0e}"
-        return f"{self.kind}: {state} {'meta' if self.meta else '----'} {shape} [{figures}] {'; '.join(filter(None, notes))}"
+        meta, said = "meta" if self.meta else "----", "; ".join(filter(None, notes))
+        return f"{self.kind}: {state} {meta} {shape} [{figures}] {said}"
 
 
 def stock_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -184,7 +191,7 @@ def _judge_real(verdict: Verdict, config: PretrainedConfig) -> None:
 
 
 def runs_on_meta(config: PretrainedConfig) -> bool:
-    """Whether the chain runs forward and backward without bytes, in fp32 or, where experts refuse that there, in bf16."""
+    """Whether the chain runs forward and backward without bytes, in fp32 or, where experts refuse it, in bf16."""
     for dtype in (torch.float32, torch.bfloat16):
         try:
             chain = build_skeleton(config, dtype).chain

@@ -1,7 +1,7 @@
-"""Tiny random models of every causal type of transformers, as plain data: what to shrink, and what a type needs besides.
+"""Tiny random models of every causal type of transformers, as data: what to shrink, and what a type needs besides.
 
 `SHRINK` is laid over the default configuration wherever it has a field (or an alias) of that name, sub-configurations
-included. `SPECIAL` holds what a type's own checks demand on top. `REFUSED` says why a type is no causal text model.
+included. `SPECIAL` holds what a type's own checks demand on top.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **_DECODER, "attn_layers": ["local", "local", "local"], "axial_pos_embds": False, "hash_seed": 0,
         "local_attn_chunk_length": 8, "feed_forward_size": 96, "attention_head_size": 16,
     },
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), {"num_key_value_heads": 4}),
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4}},
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {"text_config": {"num_key_value_heads": 4}},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -73,8 +71,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"layer_types": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_mem_blocks": 2},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
-
-REFUSED: dict[str, str] = {}
 
 
 def tiny_config(kind: str, **over: Any) -> PretrainedConfig:
@@ -107,7 +103,9 @@ def _shrunk(kind_class: Any, special: dict[str, Any]) -> dict[str, Any]:
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in over.items():
-        merged[name] = _merge(base[name], value) if isinstance(value, dict) and isinstance(base.get(name), dict) else value
+        merged[name] = (
+            _merge(base[name], value) if isinstance(value, dict) and isinstance(base.get(name), dict) else value
+        )
     return merged
 
 

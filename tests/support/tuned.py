@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
 from ajusta.blocks.recompute import Policy
 from ajusta.engine.assemble import AdapterSpec, Assembled, assemble
+from ajusta.engine.skeleton import build_skeleton
 from ajusta.engine.step import StepPlan, accumulate
 from ajusta.engine.weights_base import TensorInfo
 from ajusta.memory.place import Place, RealPlace
@@ -35,7 +36,8 @@ class ModelSource:
     @property
     def infos(self) -> Mapping[str, TensorInfo]:
         return {
-            name: TensorInfo(shape=tuple(t.shape), dtype=t.dtype, stored_bytes=t.nbytes) for name, t in self._tensors.items()
+            name: TensorInfo(shape=tuple(t.shape), dtype=t.dtype, stored_bytes=t.nbytes)
+            for name, t in self._tensors.items()
         }
 
     def read(self, name: str) -> Tensor:
@@ -64,12 +66,13 @@ def tuned(
     bits: str = "none",
     dropout: float = 0.0,
 ) -> Assembled:
-    """Assemble the stock model's weights with LoRA on every linear and B random; a configuration alone is for `meta`."""
+    """Assemble the stock model's weights with LoRA on every linear, B random; a configuration alone is for `meta`."""
     adapter = AdapterSpec(rank=RANK, alpha=ALPHA, dropout=dropout, dtype=dtype)
     source = ModelSource(stock) if isinstance(stock, PreTrainedModel) else None
     config = stock.config if isinstance(stock, PreTrainedModel) else stock
     assembled = assemble(
-        config, source, place or RealPlace("cpu"), dtype=dtype, bits=bits, adapted=_all, adapter=adapter
+        build_skeleton(config, dtype), source, place or RealPlace("cpu"),
+        dtype=dtype, bits=bits, adapter=adapter,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -77,10 +80,6 @@ def tuned(
             values = torch.randn(layer.lora_B.shape, generator=generator, dtype=torch.float64) * 0.05
             layer.lora_B.copy_(values.to(dtype))
     return assembled
-
-
-def _all(linears: Mapping[str, object]) -> Iterable[str]:
-    return list(linears)
 
 
 def with_peft(kind: str, assembled: Assembled, stock: PreTrainedModel) -> PeftModel:
@@ -118,7 +117,7 @@ def our_gradients(
 ) -> dict[str, Tensor]:
     """Return the same by the chain step."""
     place = RealPlace("cpu")
-    optimizer = FlatAdamW(assembled.parameters(), AdamWSettings(), place)
+    FlatAdamW(assembled.parameters(), AdamWSettings(), place)  # gives each parameter a zero gradient
     plan = StepPlan(policies=(policy,) * len(assembled.chain.blocks), loss_chunk=loss_chunk)
     for batch in batches:
         accumulate(assembled.chain, place, batch, plan, step)

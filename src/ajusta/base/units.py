@@ -36,7 +36,7 @@ def show_bytes(count: float) -> str:
 
 
 def parse_seconds(text: str | float) -> float:
-    """Read `3h`, `90m`, `1h30m`, `45s` or a plain number of seconds.
+    """Read `3h`, `90m`, `1h30m`, `45s`, what `show_seconds` writes (`2 h 05 min`), or a plain number of seconds.
 
     Raises:
         UserError: the text is no duration.
@@ -44,9 +44,9 @@ def parse_seconds(text: str | float) -> float:
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return float(text)
     whole = str(text).strip().lower()
-    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", whole)
-    if not parts or "".join(number + unit for number, unit in parts) != whole.replace(" ", ""):
+    if re.fullmatch(r"(\d+(\.\d+)?\s*(s|m|min|h|d)\s*)+", whole) is None:
         raise UserError(f"{text!r} is no duration; expected a number with a unit; write 3h, 90m or 1h30m")
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([smhd])", whole)
     return sum(float(number) * _TIME_UNITS[unit] for number, unit in parts)
 
 

@@ -88,7 +88,9 @@ def attention(
         raise ModelError(f"{type(module).__name__} makes an attention mask of its own")
     unknown = [name for name, value in options.items() if isinstance(value, Tensor) and name not in _TENSOR_OPTIONS]
     if unknown:
-        raise ModelError(f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which ours does not know")
+        raise ModelError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which ours does not know"
+        )
     bias = AttentionBias(
         slopes=options.get("alibi_slopes"),
         window=_window(module, options),
@@ -114,13 +116,16 @@ def attention(
 def _window(module: torch.nn.Module, options: Mapping[str, Any]) -> int | None:
     """Return how many tokens a token sees, where a family says so: in the call, on the module, or in its mask only."""
     if "sliding_window" in options:  # None is an answer too: full-attention layers may still carry the number
-        return options["sliding_window"]
+        given: int | None = options["sliding_window"]
+        return given
     if hasattr(module, "sliding_window"):
-        return module.sliding_window
+        own: Any = module.sliding_window
+        return None if own is None else int(own)
     config = getattr(module, "config", None)
     makes_windows = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
     uniform = makes_windows and not getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) if uniform else None
+    said: int | None = getattr(config, "sliding_window", None)
+    return said if uniform else None
 
 
 @dataclass(frozen=True, kw_only=True)

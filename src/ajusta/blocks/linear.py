@@ -63,30 +63,21 @@ class FrozenLinear(nn.Module):
             self.bias.requires_grad_(False)
 
     @classmethod
-    def from_module(cls, module: nn.Module, kind: str = "none") -> FrozenLinear:
-        """Take over the weight of an `nn.Linear` or a transformers `Conv1D`, quantized as `kind` (none | int8 | nf4).
+    def store(
+        cls, weight: Tensor, bias_O: Tensor | None, kind: str = "none", *, transposed: bool = False
+    ) -> FrozenLinear:
+        """Make a layer of a weight as the model's files hold it ([O, I], or [I, O] where `transposed`).
 
-        Raises:
-            TypeError: the module is neither (a mistake of ours: callers pick modules with `is_linear`).
-            ModelError: the weight holds an infinity or NaN and is to be quantized.
-        """
-        if not is_linear(module):
-            raise TypeError(f"{type(module).__name__} is no linear layer")
-        weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-        transposed = is_conv1d(module)
-        return cls(_store(weight, kind, transposed), bias, transposed=transposed)
-
-    def fill(self, weight: Tensor) -> None:
-        """Take a weight as the model's files hold it ([O, I], or [I, O] where `transposed`), in the present format.
-
-        This is how a layer made on `meta` gets its numbers: quantized on arrival, the given tensor is not kept then.
+        Stored as `kind` (none | int8 | nf4); `none` keeps the very tensor, the others do not keep it.
 
         Raises:
             ModelError: the weight holds an infinity or NaN and is to be quantized.
         """
-        expected = (self.out_features, self.in_features)
-        assert tuple(weight.shape) == (expected[::-1] if self.transposed else expected), "the loader checks shapes"
-        self.storage = _store(weight, self.storage.kind, self.transposed)
+        if kind == "none":
+            storage: Storage = Dense(weight, transposed=transposed)
+        else:
+            storage = quantize(weight.detach().t() if transposed else weight.detach(), kind)
+        return cls(storage, bias_O, transposed=transposed)
 
     @property
     def in_features(self) -> int:
@@ -104,12 +95,6 @@ class FrozenLinear(nn.Module):
         return y
 
 
-def _store(weight: Tensor, kind: str, transposed: bool) -> Storage:
-    if kind == "none":
-        return Dense(weight, transposed=transposed)
-    return quantize(weight.detach().t() if transposed else weight.detach(), kind)
-
-
 def is_conv1d(module: nn.Module) -> bool:
     """Say whether this is transformers' `Conv1D` (weight [I, O]); told by name, so that blocks/ imports torch only."""
     conv1d = ("transformers.pytorch_utils", "Conv1D")
@@ -117,5 +102,11 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Say whether the module computes x W^T + b with one 2-D weight: `nn.Linear`, `Conv1D` and their subclasses."""
-    return isinstance(module, nn.Linear) or is_conv1d(module)
+    """Say whether the module computes x W^T + b with one 2-D weight and nothing else: `nn.Linear`, `Conv1D`.
+
+    A subclass with a forward of its own is none (Llama 4's router returns two tensors): ours could not stand for it.
+    Falcon's is one; it only rounds between the product and the bias.
+    """
+    kind = type(module)
+    plain = kind.__name__ == "FalconLinear" or kind.forward is nn.Linear.forward
+    return (isinstance(module, nn.Linear) and plain) or is_conv1d(module)

@@ -6,7 +6,7 @@ is read: the same code books the same tensors on `meta`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from ajusta.blocks.dropout import DropoutContext, LoraDropout
 from ajusta.blocks.linear import FrozenLinear, is_conv1d
 from ajusta.blocks.lora import LoraLinear
-from ajusta.blocks.quantize import quantize
-from ajusta.blocks.storage import Dense, Storage
+from ajusta.blocks.targets import Targets, choose_targets, no_targets
 from ajusta.engine.chain import Chain
 from ajusta.engine.skeleton import Skeleton
 from ajusta.engine.weights import WeightSource
 from ajusta.engine.weights_names import match_names, renamer
 from ajusta.memory.place import Category, Place
 
-Choose = Callable[[dict[str, nn.Module]], Iterable[str]]  # of the blocks' linears by path, those that get an adapter
-
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec:
-    """The adapters to put beside the linears; `alpha` is divided by sqrt(rank), or by rank if not rank-stabilised."""
+    """The adapters to put beside the linears; `alpha` is divided by sqrt(rank), or by rank if not rank-stabilised.
+
+    `targets` and `exclude` are names as in blocks/targets.py; None is every linear of the blocks but the routers.
+    """
 
     rank: int
     alpha: float
@@ -36,23 +36,20 @@ class AdapterSpec:
     dropout: float = 0.0
     seed: int = 0
     dtype: torch.dtype = torch.float32
+    targets: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
 class Assembled:
-    """A model ready to be trained or asked. `storages` says for each linear path how its weight is stored."""
+    """A model ready to be trained or asked; its parts are keyed by the model's own paths, in its order."""
 
     chain: Chain
+    targets: Targets
+    linears: dict[str, FrozenLinear]  # every linear of the blocks that is ours now, with or without an adapter
     adapters: dict[str, LoraLinear]
-    not_adapted: tuple[str, ...]  # linears inside the blocks without an adapter
-    storages: dict[str, str]
     module_paths: tuple[str, ...]  # of every module that holds a tensor, as the model itself names it
-    loose: frozenset[str]  # names of tensors that are no linear's of a block: embeddings, head, norms
-
-    def linears(self) -> list[FrozenLinear]:
-        """Return every frozen linear of the blocks."""
-        layers = [self.chain.submodule(path) for path in self.storages]
-        return [layer.base if isinstance(layer, LoraLinear) else layer for layer in layers]  # type: ignore[misc]
+    loose: frozenset[str]  # names of tensors that belong to none of `linears`: embeddings, head, norms, routers
 
     def parameters(self) -> list[nn.Parameter]:
         """Return what is trained, in the model's order: A and B of each adapter."""
@@ -66,7 +63,6 @@ def assemble(
     *,
     dtype: torch.dtype,
     bits: str,
-    adapted: Choose,
     adapter: AdapterSpec | None,
     loaded: Callable[[int, int], None] = lambda done, total: None,
 ) -> Assembled:
@@ -77,50 +73,78 @@ def assemble(
         source: where weights come from; None leaves them on `meta`.
         place: where the model lives.
         dtype: what the model computes in, and what unquantized weights are stored in.
-        bits: `none`, `int8` or `nf4`, for the linears of the decoder blocks.
-        adapted: picks the paths of the linears that get an adapter from all those in the blocks.
-        adapter: the adapters' settings; None for a plain model.
+        bits: `none`, `int8` or `nf4`, for the linears of the decoder blocks; routers stay in `dtype`.
+        adapter: which linears get an adapter, and its settings; None for a plain model.
         loaded: told (tensors done, tensors in all).
 
     Raises:
         ModelError: the source lacks a tensor, or holds one that the model has no place for.
-        UserError: a wrong target name.
+        UserError: a wrong target name, or no linear is left to adapt.
     """
-    chosen = set(adapted(skeleton.linears)) if adapter is not None else set()
+    targets = _targets(skeleton, adapter)
     reader = _Reader(skeleton, source, place, dtype, loaded)
-    generator = torch.Generator().manual_seed(adapter.seed if adapter else 0)
-    context = DropoutContext(seed=adapter.seed if adapter else 0)
+    linears: dict[str, FrozenLinear] = {}
     adapters: dict[str, LoraLinear] = {}
-    storages: dict[str, str] = {}
+    beside = None if adapter is None else _Adapters(adapter, place)
     for number, (path, module) in enumerate(skeleton.linears.items()):
-        base = _frozen(path, module, reader, bits, place)
-        storages[path] = base.storage.kind
-        layer: nn.Module = base
-        if adapter is not None and path in chosen:
-            with place.category(Category.ADAPTERS):
-                dropout = _dropout(adapter, number, context)
-                adapters[path] = layer = LoraLinear.from_base(
-                    base,
-                    rank=adapter.rank,
-                    alpha=adapter.alpha,
-                    generator=generator,
-                    rank_stabilized=adapter.rank_stabilized,
-                    dropout=dropout,
-                    dtype=adapter.dtype,
-                ).train()
-        _replace(skeleton.chain, path, layer)
+        is_router, is_adapted = path in targets.routers, path in targets.adapted
+        if is_router and not is_adapted:
+            continue  # the model's own module stays, filled with all the rest
+        linears[path] = base = _frozen(path, module, reader, "none" if is_router else bits, place)
+        if beside is not None and is_adapted:
+            adapters[path] = beside.put(base, number)
+        _replace(skeleton.chain, path, adapters.get(path, base))
     reader.fill_rest()
     _compute_buffers(skeleton, place)
-    skeleton.chain.dropout = context
-    skeleton.chain.dropping = [layer for layer in adapters.values() if layer.dropout is not None]
+    if beside is not None:
+        skeleton.chain.dropout = beside.context
+        skeleton.chain.dropping = [layer for layer in adapters.values() if layer.dropout is not None]
     return Assembled(
         chain=skeleton.chain,
+        targets=targets,
+        linears=linears,
         adapters=adapters,
-        not_adapted=tuple(path for path in skeleton.linears if path not in chosen),
-        storages=storages,
         module_paths=tuple(dict.fromkeys(name.rpartition(".")[0] for name in skeleton.slots)),
-        loose=frozenset(name for name in skeleton.slots if name.rpartition(".")[0] not in storages),
+        loose=frozenset(name for name in skeleton.slots if name.rpartition(".")[0] not in linears),
     )
+
+
+def _targets(skeleton: Skeleton, adapter: AdapterSpec | None) -> Targets:
+    if adapter is None:
+        return no_targets(skeleton.linears, routers=skeleton.routers)
+    return choose_targets(
+        skeleton.linears,
+        names=adapter.targets,
+        exclude=adapter.exclude,
+        routers=skeleton.routers,
+        stacked=skeleton.stacked,
+    )
+
+
+class _Adapters:
+    """Makes one adapter after the other: their starts are drawn in the model's order from one generator."""
+
+    def __init__(self, spec: AdapterSpec, place: Place) -> None:
+        self._spec, self._place = spec, place
+        self._generator = torch.Generator().manual_seed(spec.seed)
+        self.context = DropoutContext(seed=spec.seed)
+
+    def put(self, base: FrozenLinear, number: int) -> LoraLinear:
+        """Return linear `number` of the model with an adapter beside it; by the number it has a dropout of its own."""
+        spec, dropout = self._spec, None
+        if spec.dropout > 0:
+            dropout = LoraDropout(probability=spec.dropout, layer=number, context=self.context)
+        with self._place.category(Category.ADAPTERS):
+            layer = LoraLinear.from_base(
+                base,
+                rank=spec.rank,
+                alpha=spec.alpha,
+                generator=self._generator,
+                rank_stabilized=spec.rank_stabilized,
+                dropout=dropout,
+                dtype=spec.dtype,
+            )
+        return layer.train()
 
 
 class _Reader:
@@ -180,22 +204,12 @@ class _Reader:
 
 def _frozen(path: str, module: nn.Module, reader: _Reader, bits: str, place: Place) -> FrozenLinear:
     """Read one linear's weight and store it as asked; the tensor that was read is free when this returns."""
-    transposed = is_conv1d(module)
     with place.category(Category.BASE):
-        stored: Storage
-        if bits == "none":
-            stored = Dense(reader.tensor(f"{path}.weight"), transposed=transposed)
-        else:
-            raw = reader.raw(f"{path}.weight")
-            stored = quantize(raw.t() if transposed else raw, bits).to(place.device)
+        weight = reader.tensor(f"{path}.weight") if bits == "none" else reader.raw(f"{path}.weight")
         bias = reader.tensor(f"{path}.bias") if module._parameters.get("bias") is not None else None
-        return FrozenLinear(stored, bias)
-
-
-def _dropout(adapter: AdapterSpec, layer: int, context: DropoutContext) -> LoraDropout | None:
-    if adapter.dropout == 0:
-        return None
-    return LoraDropout(probability=adapter.dropout, layer=layer, context=context)
+        layer = FrozenLinear.store(weight, bias, bits, transposed=is_conv1d(module))
+        layer.storage.to(place.device)  # quantized on the host, moved afterwards: the device never sees the float
+        return layer
 
 
 def _replace(chain: Chain, path: str, layer: nn.Module) -> None:
@@ -215,5 +229,8 @@ def _compute_buffers(skeleton: Skeleton, place: Place) -> None:
     if place.device.type == "meta":
         return
     for module in {id(module): module for module, _ in skeleton.loose_buffers}.values():
+        for parameter in module.parameters(recurse=False):
+            # transformers' own mark: or an embedding with a scale in a buffer would get random weights again (Gemma)
+            vars(parameter)["_is_hf_initialized"] = True
         with torch.no_grad():
             model._init_weights(module)

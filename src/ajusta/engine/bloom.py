@@ -55,7 +55,7 @@ class SegmentBloomAttention(nn.Module):
         query, key, value = (fused[..., i, :].transpose(1, 2) for i in range(3))
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
-        slopes = self._slopes if query.device.type == "cpu" else self._slopes.to(query.device)
+        slopes = self._slopes.to(query.device, copy=True)  # a copy everywhere, so that every place counts the same
         out, _ = attention(self, query, key, value, alibi_slopes=slopes)
         return residual + self.dense(out.reshape(batch, length, -1)), None
 

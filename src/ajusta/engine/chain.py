@@ -20,6 +20,7 @@ along the last dimension, so that recompute policies see one tensor and its grad
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -194,9 +195,8 @@ class Chain:
             return input_ids_T, [Call(args=(), kwargs=inputs)]
         self.notes.recording, self.notes.calls, self.notes.first_hidden = True, [], None
         try:
-            self.model(**inputs)
-        except _ReachedLastBlock:
-            pass
+            with contextlib.suppress(_ReachedLastBlock):
+                self.model(**inputs)
         finally:
             self.notes.recording = False
         assert self.notes.first_hidden is not None and len(self.notes.calls) == len(self.blocks)

@@ -138,7 +138,7 @@ class _Softmaxes(TorchDispatchMode):
     """Count the softmaxes over a T x T matrix: attention that is not ours, mostly."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(

@@ -108,6 +108,6 @@ def _pick(logits_BV: Tensor, sampling: Sampling, picker: torch.Generator) -> Ten
     chances = torch.softmax(logits_BV.cpu() / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
         ordered, order = chances.sort(dim=-1, descending=True)
-        behind = ordered.cumsum(dim=-1) - ordered >= sampling.top_p
+        behind = ordered.cumsum(dim=-1) - ordered >= max(sampling.top_p, 1e-9)  # never behind the first one
         chances = chances.scatter(-1, order, ordered.masked_fill(behind, 0.0))
     return torch.multinomial(chances, 1, generator=picker)[:, 0]

@@ -1,10 +1,10 @@
-"""Ask the loaded model itself, on its real weights, whether the chain is the model and whether examples may share a row.
+"""Ask the loaded model itself, on its real weights, if the chain is the model and if examples may share a row.
 
     replay     one example through prelude, blocks, epilogue and head  =  through the model's own forward
     isolation  two examples in one row                                 =  each of them alone
 
-Shapes cannot tell everything (engine/derive.py): a recurrent family may mix the examples of a row, a family may count its
-positions from 2, a state may outlive a forward pass. Seven tokens tell, in a fraction of a second.
+Shapes cannot tell everything (engine/derive.py): a recurrent family may mix the examples of a row, a family may count
+its positions from 2, a state may outlive a forward pass. Seven tokens tell, in a fraction of a second.
 """
 
 from __future__ import annotations

@@ -15,12 +15,16 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedCon
 from ajusta.base.errors import ModelError
 from ajusta.blocks.attention import ATTENTION_NAME, attention
 from ajusta.blocks.linear import is_linear
+from ajusta.blocks.targets import find_routers, has_stacked_weights
 from ajusta.engine.bloom import replace_attention
 from ajusta.engine.chain import Chain
 from ajusta.engine.derive import derive
 
 # Registered here and not in transformers' mask interface: so transformers builds no mask at all for it.
 AttentionInterface.register(ATTENTION_NAME, attention)
+
+# What the model types call the number of experts in a block.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 # What a foreign model class raises when it cannot be built, or when it does not run with what it is given.
 _FOREIGN = (
@@ -43,6 +47,8 @@ class Skeleton:
     chain: Chain
     slots: dict[str, Slot]
     linears: dict[str, nn.Module]  # path -> linear layer inside a block, in the model's order
+    routers: tuple[str, ...]  # paths of those linears that choose experts
+    stacked: tuple[str, ...]  # paths of the modules inside a block with 3-D expert weights
     tied: tuple[tuple[str, str], ...]  # (name, the name whose tensor it shares)
     loose_buffers: tuple[tuple[nn.Module, str], ...]  # buffers that no file holds: the model computes them
 
@@ -65,8 +71,8 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, device: str = "
         except _FOREIGN as error:
             reasons.append(" ".join(str(error).split())[:300])
     raise ModelError(
-        f"no causal language model can be built from the model type {config.model_type!r}: {reasons[0]}; with its eager "
-        f"attention: {reasons[1]}; expected a text model that transformers can load"
+        f"no causal language model can be built from the model type {config.model_type!r}: {reasons[0]}; with its "
+        f"eager attention: {reasons[1]}; expected a text model that transformers can load"
     )
 
 
@@ -96,13 +102,26 @@ def _take_apart(model: PreTrainedModel, needs_mask: bool) -> Skeleton:
     )
     paths = {id(module): name for name, module in model.named_modules()}
     chain = derive(model, needs_mask)
-    linears = {
-        paths[id(module)]: module
-        for block in chain.blocks
-        for module in block.modules()
-        if id(module) in paths and is_linear(module) and module is not chain.head
-    }
-    return Skeleton(chain=chain, slots=slots, linears=linears, tied=_tied(model, slots), loose_buffers=loose)
+    inside = {paths[id(module)]: module for block in chain.blocks for module in block.modules() if id(module) in paths}
+    linears = {path: module for path, module in inside.items() if is_linear(module) and module is not chain.head}
+    return Skeleton(
+        chain=chain,
+        slots=slots,
+        linears=linears,
+        routers=find_routers(linears, chain.submodule, _expert_count(model.config)),
+        stacked=tuple(path for path, module in inside.items() if has_stacked_weights(module)),
+        tied=_tied(model, slots),
+        loose_buffers=loose,
+    )
+
+
+def _expert_count(config: PretrainedConfig) -> int | None:
+    """Read how many experts a block has, or None."""
+    for part in (config, config.get_text_config()):
+        for name in _EXPERT_COUNTS:
+            if isinstance(count := getattr(part, name, None), int) and count > 1:
+                return count
+    return None
 
 
 def _slot(model: nn.Module, name: str) -> Slot:

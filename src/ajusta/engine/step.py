@@ -66,7 +66,7 @@ def optimizer_step(
     trained = sum(micro.num_trained for micro in micro_batches)
     norm, finite = optimizer.step(rate, trained)
     return StepResult(
-        loss_sum=torch.stack(losses).sum(),
+        loss_sum=torch.stack((_no_loss(chain, place), *losses)).sum(),
         grad_norm=norm,
         finite=finite,
         trained_tokens=trained,
@@ -75,7 +75,12 @@ def optimizer_step(
 
 
 def accumulate(chain: Chain, place: Place, micro: MicroBatch, plan: StepPlan, step: int) -> Tensor:
-    """Add one micro-batch's summed gradient to the adapters'; return its summed loss, 0-dim."""
+    """Add one micro-batch's summed gradient to the adapters'; return its summed loss, 0-dim.
+
+    Without a trained token there is nothing to learn: loss and gradient are zero, and no forward pass is made.
+    """
+    if micro.num_trained == 0:
+        return _no_loss(chain, place)
     chain.at_micro_batch(place, micro, step)
     with using(Segments(ends=micro.segment_ends)):
         islands = _forward(chain, place, micro, plan)
@@ -84,6 +89,11 @@ def accumulate(chain: Chain, place: Place, micro: MicroBatch, plan: StepPlan, st
         with place.category(Category.RECOMPUTE):
             _backward(islands, grad)
     return loss
+
+
+def _no_loss(chain: Chain, place: Place) -> Tensor:
+    """Return a zero in the dtype that losses are summed in."""
+    return torch.zeros((), dtype=torch.promote_types(chain.dtype, torch.float32), device=place.device)
 
 
 def _forward(chain: Chain, place: Place, micro: MicroBatch, plan: StepPlan) -> list[Island]:
@@ -133,6 +143,8 @@ def _loss(chain: Chain, place: Place, micro: MicroBatch, hidden: Tensor, chunk: 
 
 def loss_only(chain: Chain, place: Place, micro: MicroBatch, chunk: int) -> Tensor:
     """Return the summed loss of one micro-batch without any gradient; holds one block's activations at a time."""
+    if micro.num_trained == 0:
+        return _no_loss(chain, place)
     chain.at_micro_batch(place, micro, step=None)
     with torch.no_grad(), using(Segments(ends=micro.segment_ends)):
         mask = block_diagonal_mask(micro.segment_ends, chain.dtype, place) if chain.needs_mask else None
@@ -143,11 +155,14 @@ def loss_only(chain: Chain, place: Place, micro: MicroBatch, chunk: int) -> Tens
         losses = []
         for start in range(0, micro.num_trained, chunk):
             cut = slice(start, min(start + chunk, micro.num_trained))
-            logits = chain.head(chain.finish(hidden[0].index_select(0, positions[cut])))
-            settings = chain.logits
-            losses.append(
-                cross_entropy_sum(logits, labels[cut], scale=settings.scale, softcap=settings.softcap, gradient=False)[
-                    0
-                ]
-            )
+            losses.append(_chunk_loss(chain, hidden[0].index_select(0, positions[cut]), labels[cut]))
         return torch.stack(losses).sum()
+
+
+def _chunk_loss(chain: Chain, rows: Tensor, labels: Tensor) -> Tensor:
+    """Return the summed loss of a few positions [C, H]; a function, so that its logits are free before the next ones."""
+    logits = chain.head(chain.finish(rows))
+    loss, _ = cross_entropy_sum(
+        logits, labels, scale=chain.logits.scale, softcap=chain.logits.softcap, gradient=False
+    )
+    return loss

@@ -5,7 +5,8 @@ takes it off when it dies (a weak reference on the storage tells). It works on `
 same figures, so the step that is planned and the step that trains are counted by one piece of code.
 
 What it cannot see are buffers inside an operation's own C++ code; on `meta` these must be declared by the operation
-(`declare_workspace`). Storages that exist before the ledger starts are counted only when given to `adopt`.
+(`declare_workspace`). A storage that exists before the ledger starts is counted once it is given to `adopt`, or when an
+operation first returns a view of it.
 """
 
 from __future__ import annotations
@@ -109,10 +110,10 @@ class Ledger(TorchDispatchMode):
 
     def _weigh(self, tensor: torch.Tensor, category: Category) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key, size = storage._cdata, storage.nbytes()
         if key in self._live:
+            self._resize(key, size)
             return
-        size = storage.nbytes()
 
         def forget(_: object, key: int = key) -> None:
             gone, held, _ref = self._live.pop(key)
@@ -122,6 +123,14 @@ class Ledger(TorchDispatchMode):
         self._live[key] = (size, category, weakref.ref(storage, forget))
         self.now += size
         self._by_category[category] += size
+
+    def _resize(self, key: int, size: int) -> None:
+        """Take the new size of a known storage, which an `out=` argument may have grown."""
+        held, category, reference = self._live[key]
+        if size != held:
+            self._live[key] = (size, category, reference)
+            self.now += size - held
+            self._by_category[category] += size - held
 
     def _recategorize(self, key: int, category: Category) -> None:
         size, held, reference = self._live[key]

@@ -9,7 +9,7 @@ import numpy as np
 from ajusta.blocks.optimizer import AdamWSettings
 from ajusta.data.order import Order, worst_step
 from ajusta.data.pack import lay_out, micro_batches
-from ajusta.engine.assemble import AdapterSpec, Choose
+from ajusta.engine.assemble import AdapterSpec
 from ajusta.engine.weights import WeightSource
 from ajusta.memory.dtypes import DTYPES
 from ajusta.planning.search import Request
@@ -28,6 +28,8 @@ def adapter_spec(config: Config) -> AdapterSpec:
         rank_stabilized=lora.rank_stabilized,
         dropout=lora.dropout,
         seed=config.seed,
+        targets=None if lora.targets == "all-linear" else lora.targets,
+        exclude=lora.exclude,
     )
 
 
@@ -41,12 +43,6 @@ def optimizer_settings(config: Config) -> AdamWSettings:
         weight_decay=chosen.weight_decay,
         max_grad_norm=chosen.max_grad_norm,
     )
-
-
-def choose(config: Config) -> Choose:
-    """Return the function that picks the linears that the settings want adapted."""
-    targets = None if config.lora.targets == "all-linear" else config.lora.targets
-    return lambda linears: list(linears)
 
 
 def make_request(
@@ -78,7 +74,6 @@ def make_request(
             source=source,
             dtype=DTYPES[machine.dtype],
             bits=config.bits,
-            adapted=choose(config),
             adapter=adapter_spec(config),
             optimizer=optimizer_settings(config),
         ),

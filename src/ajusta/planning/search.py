@@ -141,13 +141,11 @@ def relative_cost(rung: Rung, blocks: int, batches: Sequence[MicroBatch], bits: 
 
 
 def _micro_sizes(request: Request) -> list[int]:
-    """Candidate sizes: the whole step at once, then halves, down to the longest example."""
+    """Candidate sizes: the whole step at once, some halves of it, and the longest example, than which none is smaller."""
     if request.micro_tokens is not None:
         return [max(request.micro_tokens, request.longest)]
-    sizes = [request.step_tokens]
-    while sizes[-1] > request.longest and len(sizes) < 5:
-        sizes.append(max(sizes[-1] // 2, request.longest))
-    return sizes
+    halves = [request.step_tokens >> times for times in range(4)]
+    return [*(size for size in halves if size > request.longest), request.longest]
 
 
 def _choices(request: Request, taken: _Candidate, candidates: list[_Candidate], traced: Traced) -> tuple[Choice, ...]:
@@ -201,7 +199,7 @@ def _savings(request: Request, taken: _Candidate) -> tuple[Saving, ...]:
 
 def full_fine_tuning_bytes(traced: Traced) -> int:
     """Return what full fine-tuning would hold more: gradient and two moments, fp32, for every frozen weight."""
-    model, linears = traced.model.chain.model, traced.model.linears()
+    model, linears = traced.model.chain.model, traced.model.linears.values()
     trained = {id(parameter) for parameter in traced.model.parameters()}
     frozen = sum(int(p.numel()) for p in model.parameters() if id(p) not in trained)
     frozen += sum(layer.in_features * layer.out_features for layer in linears)

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
-from ajusta.engine.assemble import AdapterSpec, Assembled, Choose, assemble
+from ajusta.engine.assemble import AdapterSpec, Assembled, assemble
 from ajusta.engine.phases import adopt_model, loss_only, make_optimizer, run_step
 from ajusta.engine.skeleton import build_skeleton
 from ajusta.engine.weights import TensorInfo, WeightSource
@@ -26,7 +26,6 @@ class Subject:
     source: WeightSource | None
     dtype: torch.dtype
     bits: str
-    adapted: Choose
     adapter: AdapterSpec | None
     optimizer: AdamWSettings
 
@@ -65,11 +64,10 @@ class Traced:
                 self.place,
                 dtype=subject.dtype,
                 bits=subject.bits,
-                adapted=subject.adapted,
                 adapter=subject.adapter,
             )
+            adopt_model(self.model, self.place)  # before the peak is read: torch.tensor() on `meta` passes unseen
             self.load = self._peak("load")
-            adopt_model(self.model, self.place)
             self.optimizer: FlatAdamW = make_optimizer(self.model, subject.optimizer, self.place)
         self._ledger = ledger
 

@@ -92,7 +92,9 @@ class ModelFacts:
     parameters: int
     trainable: int
     adapted: int  # linears with an adapter
-    not_adapted: tuple[str, ...]
+    not_adapted: tuple[str, ...]  # linears of the blocks without one
+    routers: tuple[str, ...]  # linears that choose experts: in float, adapted only where they were named
+    stacked_experts: tuple[str, ...]  # modules whose experts are one tensor: neither adapted nor quantized
     in_float: tuple[str, ...]  # weights that were left in float although bits were asked for
     effective_scale: float
 
@@ -142,3 +144,35 @@ class Record:
         plain = dataclasses.asdict(self)
         plain["data"].pop("lengths")
         return plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookedAt:
+    """What `ajusta data` shows: the account, the histogram (from, to, examples), one example (text, trained)."""
+
+    summary: DataSummary
+    histogram: tuple[tuple[int, int, int], ...]
+    sample: tuple[tuple[str, bool], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What `ajusta evaluate` found, in the form in which the end of a run is shown."""
+
+    results: Results
+    adapter: str
+
+    @property
+    def exams(self) -> tuple[tuple[str, int | None, int | None, int], ...]:
+        """Exam's name, nothing, right answers now, questions."""
+        return tuple((result.exam, None, result.correct, result.total) for result in self.results.exams)
+
+    @property
+    def losses(self) -> tuple[tuple[str, float | None, float | None], ...]:
+        """Text's name, nothing, loss now."""
+        return tuple((result.name, None, result.loss) for result in self.results.losses)
+
+    @property
+    def savings(self) -> tuple[tuple[str, int], ...]:
+        """Nothing: no plan was made."""
+        return ()

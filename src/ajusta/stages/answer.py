@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from ajusta.base.errors import UserError
+from ajusta.base.events import Listener, Note, silent
 from ajusta.data.chat import chat_prompt_ids
 from ajusta.engine.assemble import Assembled
 from ajusta.engine.generate import Sampling, stream
@@ -27,9 +28,11 @@ class Speaker:
         end_token_ids: Sequence[int],
         system: str | None,
         position_limit: int | None,
+        listener: Listener = silent,
     ) -> None:
         self.model, self.place, self.tokenizer = model, place, tokenizer
         self.end_token_ids, self.system, self.position_limit = tuple(end_token_ids), system, position_limit
+        self._listener = listener
 
     def answer(
         self,
@@ -42,21 +45,23 @@ class Speaker:
     ) -> Iterator[str]:
         """Yield the answer to a conversation in pieces of text, until an end token or `max_tokens`.
 
-        Where conversation and answer would outgrow the model's positions, the oldest turns are left out.
+        Where conversation and answer would outgrow the model's positions, the oldest turns are left out, the listener
+        is told, and an answer ends where the positions end.
 
         Raises:
             UserError: the last turn alone is longer than the model can take.
         """
         prompt = self.prompt_ids(messages, room_for=max_tokens)
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+        room = max_tokens if self.position_limit is None else min(max_tokens, self.position_limit - len(prompt))
         ids: list[int] = []
         said = ""
-        for column in stream(self.model.chain, self.place, [prompt], max_new_tokens=max_tokens, sampling=sampling):
+        for column in stream(self.model.chain, self.place, [prompt], max_new_tokens=room, sampling=sampling):
             if column[0] in self.end_token_ids:
                 break
             ids.append(column[0])
             text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-            if text.endswith(_UNFINISHED):
+            if text.endswith(_UNFINISHED) or text == said:
                 continue
             yield text[len(said) :]
             said = text
@@ -65,17 +70,25 @@ class Speaker:
             yield rest
 
     def prompt_ids(self, messages: Sequence[Mapping[str, object]], room_for: int) -> list[int]:
-        """Return the ids that ask for the next answer, with `room_for` positions left for it."""
+        """Return the ids that ask for the next answer, with `room_for` positions (half of all at most) left for it.
+
+        Raises:
+            UserError: the last turn alone is longer than the model can take.
+        """
         turns = list(messages)
-        while True:
-            ids = chat_prompt_ids(self.tokenizer, turns, system=self.system)
-            limit = self.position_limit
-            if limit is None or len(ids) + min(room_for, limit // 2) <= limit:
-                return ids
+        ids = chat_prompt_ids(self.tokenizer, turns, system=self.system)
+        most = None if self.position_limit is None else self.position_limit - min(room_for, self.position_limit // 2)
+        while most is not None and len(ids) > most:
             users = [index for index, turn in enumerate(turns) if turn.get("role") == "user"]
             if len(users) < 2:
                 raise UserError(
-                    f"the question has {len(ids)} tokens; expected at most {limit - min(room_for, limit // 2)}, "
-                    f"the model's {limit} positions less the answer; ask something shorter"
+                    f"the question has {len(ids)} tokens; expected at most {most}, the model's {self.position_limit} "
+                    "positions less the answer; ask something shorter"
                 )
-            turns = [*(t for t in turns[: users[0]] if t.get("role") == "system"), *turns[users[1] :]]
+            turns = [*(turn for turn in turns[: users[0]] if turn.get("role") == "system"), *turns[users[1] :]]
+            ids = chat_prompt_ids(self.tokenizer, turns, system=self.system)
+        if len(turns) < len(messages):
+            left_out = len(messages) - len(turns)
+            text = f"the {left_out} oldest turns were left out: the model takes {self.position_limit} tokens at most"
+            self._listener(Note(text=text, warning=True))
+        return ids

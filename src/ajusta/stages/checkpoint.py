@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,9 +23,10 @@ from safetensors.torch import save_file
 
 from ajusta.base.errors import UserError
 from ajusta.blocks.optimizer import FlatAdamW
-from ajusta.stages.folder import write_whole
+from ajusta.stages.folder import naming_what_fails, write_whole
 
 _TENSORS, _FACTS = "state.safetensors", "state.json"
+_NAME = re.compile(r"step-\d+|\.step-\d+\.(partial|before)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,12 @@ class Progressed:
 
 
 def save_checkpoint(folder: Path, optimizer: FlatAdamW, progress: Progressed, identity: dict[str, str]) -> Path:
-    """Write a checkpoint and delete the older ones; return its folder.
+    """Write a checkpoint and delete the others, unfinished ones too; return its folder.
 
-    `identity` names what the state belongs to (settings, data, base), each as a digest.
+    `identity` says what the state belongs to: each setting by name, the data and the base as digests.
+
+    Raises:
+        UserError: the disk is full or cannot be written.
     """
     path = folder / f"step-{progress.step:06d}"
 
@@ -57,12 +62,41 @@ def save_checkpoint(folder: Path, optimizer: FlatAdamW, progress: Progressed, id
         facts = {"progress": asdict(progress), "identity": identity, "sha256": _digest(aside / _TENSORS)}
         (aside / _FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
 
-    folder.mkdir(parents=True, exist_ok=True)
+    with naming_what_fails(path):
+        folder.mkdir(parents=True, exist_ok=True)
     write_whole(path, write)
-    for old in _all(folder):
-        if old != path:
+    for old in folder.iterdir():
+        if old != path and _NAME.fullmatch(old.name) and old.is_dir():
             shutil.rmtree(old)
     return path
+
+
+def require_same(folder: Path, identity: dict[str, str]) -> None:
+    """Hold that the newest whole checkpoint, if there is one, belongs to this run; it is not loaded.
+
+    Raises:
+        UserError: it belongs to other settings, other data or another base; each is named.
+    """
+    for path in reversed(_all(folder)):
+        facts = _facts(path)
+        if facts is not None:
+            _require_same(path, facts["identity"], identity)
+            return
+
+
+def _require_same(path: Path, saved: dict[str, str], now: dict[str, str]) -> None:
+    changed = [name for name in now if saved.get(name) != now[name]]
+    if changed:
+        told = [_difference(name, saved.get(name), now[name]) for name in changed]
+        raise UserError(
+            f"{path} was saved with another {' and another '.join(told)}; expected the same to resume; "
+            f"put back what was, or start anew with another --out"
+        )
+
+
+def _difference(name: str, before: str | None, now: str) -> str:
+    """Name a setting with both values; data and base have digests, which tell a person nothing."""
+    return name if before is None or len(before) > 40 or len(now) > 40 else f"{name} ({before}, now {now})"
 
 
 def load_newest(folder: Path, optimizer: FlatAdamW, identity: dict[str, str]) -> tuple[Progressed, tuple[str, ...]]:
@@ -79,12 +113,7 @@ def load_newest(folder: Path, optimizer: FlatAdamW, identity: dict[str, str]) ->
         if facts is None:
             notes.append(f"{path.name} is damaged and was passed over")
             continue
-        changed = [name for name, digest in identity.items() if facts["identity"].get(name) != digest]
-        if changed:
-            raise UserError(
-                f"{path} was saved with other {' and other '.join(changed)}; expected the same ones to resume; "
-                f"put them back, or start anew with another --out"
-            )
+        _require_same(path, facts["identity"], identity)
         with safe_open(path / _TENSORS, framework="pt") as file:
             optimizer.weights.copy_(file.get_tensor("weights"))
             optimizer.load({name: file.get_tensor(name) for name in optimizer.state()})
@@ -99,7 +128,8 @@ def digest_of(value: object) -> str:
 
 def _all(folder: Path) -> list[Path]:
     """Checkpoints, the oldest first; unfinished ones have another name."""
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+    found = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def _facts(path: Path) -> dict[str, Any] | None:
@@ -119,4 +149,4 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-__all__ = ["Progressed", "digest_of", "load_newest", "save_checkpoint"]
+__all__ = ["Progressed", "digest_of", "load_newest", "require_same", "save_checkpoint"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -50,14 +51,19 @@ def find_device(wish: str) -> tuple[torch.device, Device]:
     return device, found
 
 
-def look_at_machine(config: Config) -> tuple[torch.device, Machine]:
+def look_at_machine(config: Config, began_with: str | None = None) -> tuple[torch.device, Machine]:
     """Return the device to use, the dtype to compute in and the bytes that may be used, each with its reason.
+
+    A run that is resumed `began_with` a dtype, and keeps it unless another is asked for.
 
     Raises:
         UserError: the device or the dtype asked for cannot be had here.
     """
     device, found = find_device(config.device)
-    dtype, because = choose_dtype(config.dtype, device)
+    if config.dtype == "auto" and began_with not in (None, "auto"):
+        dtype, because = choose_dtype(str(began_with), device)[0], "the run began with it"
+    else:
+        dtype, because = choose_dtype(config.dtype, device)
     asked = config.memory_bytes
     if asked is None:
         budget = int(found.free_bytes * (1 - RESERVE_SHARE))
@@ -114,6 +120,12 @@ def processor_name() -> str:
                 name = line.split(":", 1)[1].strip()
                 break
     return f"{name} ({len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores)"
+
+
+def environment(device: Device) -> dict[str, str]:
+    """Return what a record says of where a run was made."""
+    libraries = {name: version(name) for name in ("torch", "transformers", "safetensors")}
+    return {"python": platform.python_version(), "system": platform.system(), "device": device.name, **libraries}
 
 
 def _total_host_bytes() -> int:

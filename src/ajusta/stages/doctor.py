@@ -54,7 +54,7 @@ def _card_missing(kind: str) -> dict[str, str]:
         return {}
     return {
         "problem": "there is an NVIDIA card here, and torch does not see it",
-        "cure": f"install a CUDA build of torch (this one is {torch.__version__}), and check the driver with nvidia-smi",
+        "cure": f"install a CUDA build of torch (this is {torch.__version__}), and check the driver with nvidia-smi",
     }
 
 

@@ -6,13 +6,15 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from ajusta.base.errors import UserError
 from ajusta.base.events import Evaluated, Examined, Listener, Progress
 from ajusta.data.chat import chat_prompt_ids
-from ajusta.data.exam import Question, grade
+from ajusta.data.exam import GRADED_TOKENS, Question, grade
 from ajusta.engine.chain import Chain
 from ajusta.engine.generate import generate
 from ajusta.engine.step import loss_only
@@ -20,8 +22,6 @@ from ajusta.memory.place import Place
 from ajusta.spec.data import MicroBatch
 from ajusta.spec.record import Answer, ExamResult, LossResult
 from ajusta.stages.folder import write_text
-
-ANSWER_TOKENS = 12  # the strict grader reads the first so many tokens
 
 
 def take_loss(
@@ -54,65 +54,96 @@ def report_loss(result: LossResult, listener: Listener, *, step: int, seconds: f
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How an exam is asked: the model's place, tokenizer and limits."""
+
+    chain: Chain
+    place: Place
+    tokenizer: PreTrainedTokenizerBase
+    system: str | None
+    end_token_ids: Sequence[int]
+    batch_tokens: int
+    position_limit: int | None = None
+
+
 def take_exam(
-    chain: Chain,
-    place: Place,
-    tokenizer: PreTrainedTokenizerBase,
+    asking: Asking,
     questions: Sequence[Question],
     *,
     name: str,
     when: str,
-    system: str | None,
-    end_token_ids: Sequence[int],
-    batch_tokens: int,
     listener: Listener,
     answers_file: Path | None = None,
 ) -> ExamResult:
-    """Ask every question, grade the first `ANSWER_TOKENS` tokens of each answer, write all answers to a file.
+    """Ask every question, grade the first `GRADED_TOKENS` tokens of each answer, write all answers to a file.
 
-    Rows of about equal length are asked side by side, at most `batch_tokens` tokens at a time (one row at least).
+    Raises:
+        UserError: a question is longer than the model can take.
     """
     start = time.monotonic()
-    prompts = [
-        chat_prompt_ids(tokenizer, [{"role": "user", "content": question.question}], system=system)
-        for question in questions
-    ]
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    given: dict[int, str] = {}
-    while order:
-        longest = len(prompts[order[-1]]) + ANSWER_TOKENS
-        rows = max(1, min(len(order), batch_tokens // longest))
-        chosen, order = order[-rows:], order[:-rows]
-        tokens = generate(
-            chain,
-            place,
-            [prompts[index] for index in chosen],
-            max_new_tokens=ANSWER_TOKENS,
-            end_token_ids=end_token_ids,
-        )
-        for index, ids in zip(chosen, tokens, strict=True):
-            given[index] = str(tokenizer.decode(ids, skip_special_tokens=True))
-        listener(Progress(phase="exam", done=len(given), total=len(prompts)))
+    given = _ask(asking, questions, listener)
     answers = [
         Answer(
             question=question.question,
             expected=question.accepted,
-            given=given[index],
-            correct=grade(given[index], question.accepted),
+            given=text,
+            correct=grade(text, question.accepted),
         )
-        for index, question in enumerate(questions)
+        for question, text in zip(questions, given, strict=True)
     ]
     correct = sum(answer.correct for answer in answers)
     if answers_file is not None:
-        lines = [
-            json.dumps(
-                {"question": a.question, "expected": list(a.expected), "given": a.given, "correct": a.correct},
-                ensure_ascii=False,
-            )
-            for a in answers
-        ]
-        answers_file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(answers_file, "\n".join(lines) + "\n")
+        _keep_answers(answers_file, answers)
     seconds = time.monotonic() - start
     listener(Examined(exam=name, when=when, correct=correct, total=len(questions), seconds=seconds))
     return ExamResult(exam=name, when=when, correct=correct, total=len(questions))
+
+
+def _ask(asking: Asking, questions: Sequence[Question], listener: Listener) -> list[str]:
+    """Return the beginning of each answer.
+
+    Rows of about equal length are asked side by side, at most `batch_tokens` tokens at a time (one row at least).
+    """
+    prompts = [_prompt(asking, question) for question in questions]
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    given: dict[int, str] = {}
+    while order:
+        longest = len(prompts[order[-1]]) + GRADED_TOKENS
+        rows = max(1, min(len(order), asking.batch_tokens // longest))
+        chosen, order = order[-rows:], order[:-rows]
+        answers = generate(
+            asking.chain,
+            asking.place,
+            [prompts[index] for index in chosen],
+            max_new_tokens=GRADED_TOKENS,
+            end_token_ids=asking.end_token_ids,
+        )
+        for index, ids in zip(chosen, answers, strict=True):
+            given[index] = str(asking.tokenizer.decode(ids, skip_special_tokens=True))
+        listener(Progress(phase="exam", done=len(given), total=len(prompts)))
+    return [given[index] for index in range(len(prompts))]
+
+
+def _prompt(asking: Asking, question: Question) -> list[int]:
+    turns = [{"role": "user", "content": question.question}]
+    ids = chat_prompt_ids(asking.tokenizer, turns, system=asking.system)
+    limit = asking.position_limit
+    if limit is not None and len(ids) + GRADED_TOKENS > limit:
+        raise UserError(
+            f"the question of {question.source} has {len(ids)} tokens; expected at most {limit - GRADED_TOKENS}, the "
+            f"model's {limit} positions less the answer; shorten it"
+        )
+    return ids
+
+
+def _keep_answers(path: Path, answers: Sequence[Answer]) -> None:
+    lines = [
+        json.dumps(
+            {"question": a.question, "expected": list(a.expected), "given": a.given, "correct": a.correct},
+            ensure_ascii=False,
+        )
+        for a in answers
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "\n".join(lines) + "\n")

@@ -11,14 +11,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ajusta.base.errors import UserError
+from ajusta.base.errors import UserError, nearest
 from ajusta.blocks.linear import is_conv1d
 from ajusta.data.tokenizer import save_tokenizer
 from ajusta.engine.adapter_files import AdapterFile
 from ajusta.engine.skeleton import build_skeleton
 from ajusta.engine.weights import match_names, renamer
 from ajusta.stages.base import Base
-from ajusta.stages.folder import RunFolder, write_whole
+from ajusta.stages.folder import RunFolder, naming_what_fails, write_whole
+
+FORMS = ("adapter", "merged")
+
+
+def require_form(form: str) -> None:
+    """Refuse a form that nothing writes.
+
+    Raises:
+        UserError: it is neither `adapter` nor `merged`.
+    """
+    if form not in FORMS:
+        raise UserError(f"the form is {form!r}; expected {' or '.join(FORMS)}{nearest(form, FORMS)}")
 
 
 def export_adapter(folder: RunFolder, out: Path) -> Path:
@@ -63,7 +75,8 @@ def export_merged(base: Base, adapter: AdapterFile, out: Path, told: Callable[[i
             tensor = base.source.read(matching.found[name])
             path = name.removesuffix(".weight")
             if path in adapter.layers:
-                delta = adapter.layers[path].delta()
+                pair = adapter.layers[path]
+                delta = (pair.lora_B.float() @ pair.lora_A.float()).mul_(pair.scale)
                 tensor = tensor.float().add_(delta.t() if path in transposed else delta)
             tensors[name] = tensor.to(dtype).contiguous()
             told(len(tensors), len(skeleton.slots) - len(tied))
@@ -93,8 +106,6 @@ def _save_generation(base: Base, aside: Path) -> None:
 def _make(out: Path, write: Callable[[Path], None]) -> None:
     if out.exists():
         raise UserError(f"{out} exists already; expected a new folder; choose another --out")
-    try:
+    with naming_what_fails(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, write)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
+    write_whole(out, write)

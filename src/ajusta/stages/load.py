@@ -11,14 +11,15 @@ import torch
 from ajusta.base.errors import UserError
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
 from ajusta.engine.adapter_files import load_into, read_adapter, save_adapter
-from ajusta.engine.assemble import AdapterSpec, Assembled, Choose, assemble
+from ajusta.engine.assemble import AdapterSpec, Assembled, assemble
 from ajusta.engine.phases import make_optimizer
 from ajusta.engine.skeleton import build_skeleton
 from ajusta.memory.dtypes import DTYPES
 from ajusta.memory.place import Place, RealPlace
 from ajusta.spec.config import Config
 from ajusta.spec.record import ModelFacts
-from ajusta.stages.base import Base
+from ajusta.stages.base import Base, open_base
+from ajusta.stages.folder import RunFolder, naming_what_fails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,6 @@ def load_base(
     *,
     dtype: str,
     bits: str,
-    adapted: Choose,
     adapter: AdapterSpec,
     told: Callable[[int, int], None],
     continue_from: Path | None = None,
@@ -57,7 +57,6 @@ def load_base(
         place,
         dtype=DTYPES[dtype],
         bits=bits,
-        adapted=adapted,
         adapter=adapter,
         loaded=told,
     )
@@ -65,6 +64,40 @@ def load_base(
     if continue_from is not None:
         fill_adapters(loaded, continue_from)
     return loaded
+
+
+def tuned_base(config: Config, folder: RunFolder) -> Base:
+    """Open the base of a finished run and hold that it is the one that was tuned.
+
+    Raises:
+        UserError: its fingerprint is another one.
+    """
+    base = open_base(config)
+    tuned = read_adapter(folder.adapter).base_fingerprint
+    if tuned is not None and tuned != base.source.fingerprint:
+        raise UserError(
+            f"{config.model} is not the model that was tuned in {folder.path} (another fingerprint); expected the same "
+            f"files; put them back, or correct `model` in {folder.config}"
+        )
+    return base
+
+
+def as_continued(config: Config, base: Base) -> tuple[Config, tuple[str, ...]]:
+    """Return the settings with the shape of the adapter that is gone on from, and notes on what that changes.
+
+    Raises:
+        ModelError: the folder holds no plain LoRA adapter.
+    """
+    if config.lora.adapter is None:
+        return config, ()
+    file = read_adapter(config.lora.adapter)
+    rank = max(pair.lora_A.shape[0] for pair in file.layers.values())
+    shape = {"r": rank, "alpha": float(str(file.config["lora_alpha"])), "rank_stabilized": file.rank_stabilized}
+    changed = [name for name, value in shape.items() if getattr(config.lora, name) != value]
+    notes = [f"lora.{name} is {shape[name]}, as in the adapter that is gone on from" for name in changed]
+    if file.base_fingerprint not in (None, base.source.fingerprint):
+        notes.append(f"the adapter in {config.lora.adapter} was trained on another base ({file.base_reference})")
+    return config.model_copy(update={"lora": config.lora.model_copy(update=shape)}), tuple(notes)
 
 
 def fill_adapters(loaded: Loaded, folder: Path) -> None:
@@ -77,27 +110,26 @@ def fill_adapters(loaded: Loaded, folder: Path) -> None:
 
 
 def optimizer_for(loaded: Loaded, settings: AdamWSettings) -> FlatAdamW:
-    """Make the optimizer of a loaded model.
-
-    Raises:
-        UserError: there is nothing to train.
-    """
-    if not loaded.model.adapters:
-        raise UserError("no layer has an adapter, so nothing would be trained; check lora.targets and lora.exclude")
+    """Make the optimizer of a loaded model."""
     return make_optimizer(loaded.model, settings, loaded.place)
 
 
 def keep_adapter(folder: Path, loaded: Loaded, base: Base, config: Config) -> Path:
-    """Write the adapter in PEFT's format; return its folder."""
-    save_adapter(
-        folder,
-        loaded.model.adapters,
-        rank_stabilized=config.lora.rank_stabilized,
-        module_paths=loaded.model.module_paths,
-        base_reference=base.reference,
-        base_fingerprint=base.source.fingerprint,
-        dropout=config.lora.dropout,
-    )
+    """Write the adapter in PEFT's format; return its folder.
+
+    Raises:
+        UserError: the disk is full or cannot be written.
+    """
+    with naming_what_fails(folder):
+        save_adapter(
+            folder,
+            loaded.model.adapters,
+            rank_stabilized=config.lora.rank_stabilized,
+            module_paths=loaded.model.module_paths,
+            base_reference=base.reference,
+            base_fingerprint=base.source.fingerprint,
+            dropout=config.lora.dropout,
+        )
     return folder
 
 
@@ -106,7 +138,8 @@ def model_facts(base: Base, loaded: Loaded) -> ModelFacts:
     model = loaded.model
     count = sum(info.num_elements for info in base.source.infos.values())
     scales = sorted({layer.scale for layer in model.adapters.values()})
-    quantized = any(kind != "none" for kind in model.storages.values())
+    plain = [f"{path}.weight" for path, layer in model.linears.items() if layer.storage.kind == "none"]
+    quantized = len(plain) < len(model.linears)
     return ModelFacts(
         reference=base.reference,
         revision=base.revision,
@@ -115,7 +148,9 @@ def model_facts(base: Base, loaded: Loaded) -> ModelFacts:
         parameters=count,
         trainable=loaded.trainable,
         adapted=len(model.adapters),
-        not_adapted=model.not_adapted,
-        in_float=tuple(sorted(model.loose)) if quantized else (),
+        not_adapted=model.targets.frozen,
+        routers=model.targets.routers,
+        stacked_experts=model.targets.stacked,
+        in_float=tuple(sorted([*model.loose, *plain])) if quantized else (),
         effective_scale=scales[0] if scales else 0.0,
     )

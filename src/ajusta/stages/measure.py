@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ajusta.spec.plan import Rung
-from ajusta.spec.record import ExamResult, LossResult, Results
+from ajusta.spec.record import ExamResult, LossResult, Results, Trained
 from ajusta.stages.base import Base
-from ajusta.stages.evaluate import report_loss, take_exam, take_loss
+from ajusta.stages.evaluate import Asking, report_loss, take_exam, take_loss
 from ajusta.stages.folder import RunFolder, write_json
 from ajusta.stages.load import Loaded
 from ajusta.stages.phases import Phases
@@ -28,6 +28,18 @@ class Measuring:
     system: str | None
     folder: RunFolder
 
+    def asking(self) -> Asking:
+        """How its exams are asked."""
+        return Asking(
+            chain=self.loaded.model.chain,
+            place=self.loaded.place,
+            tokenizer=self.base.tokenizer,
+            system=self.system,
+            end_token_ids=self.base.end_token_ids,
+            batch_tokens=self.rung.micro_tokens,
+            position_limit=self.base.position_limit,
+        )
+
 
 def measure(job: Measuring, phases: Phases, *, when: str, step: int = 0) -> Results:
     """Take every loss and every exam once."""
@@ -44,33 +56,29 @@ def measure(job: Measuring, phases: Phases, *, when: str, step: int = 0) -> Resu
     exams = []
     for exam in job.work.exams:
         with phases.phase("exam"):
+            answers = job.folder.exams / f"{exam.name}-{when}.jsonl"
             exams.append(
                 take_exam(
-                    job.loaded.model.chain,
-                    job.loaded.place,
-                    job.base.tokenizer,
-                    exam.questions,
-                    name=exam.name,
-                    when=when,
-                    system=job.system,
-                    end_token_ids=job.base.end_token_ids,
-                    batch_tokens=job.rung.micro_tokens,
-                    listener=phases.tell,
-                    answers_file=job.folder.exams / f"{exam.name}-{when}.jsonl",
+                    job.asking(), exam.questions, name=exam.name, when=when, listener=phases.tell, answers_file=answers
                 )
             )
     return Results(losses=tuple(losses), exams=tuple(exams))
 
 
 def measure_before(job: Measuring, phases: Phases, identity: dict[str, str]) -> Results:
-    """Measure before training, or recall what an interrupted run of the same settings, data and base measured."""
-    kept = _recall(job.folder.before, identity)
-    names = {exam.name for exam in job.work.exams}
-    if kept is not None and {result.exam for result in kept.exams} == names:
+    """Measure before training, or recall what an interrupted run of the same identity and exams measured."""
+    measured = {**identity, **{f"exam {exam.name}": exam.digest for exam in job.work.exams}}
+    kept = _recall(job.folder.before, measured)
+    if kept is not None:
         return kept
     results = measure(job, phases, when="before")
-    write_json(job.folder.before, {"identity": identity, **asdict(results)})
+    write_json(job.folder.before, {"identity": measured, **asdict(results)})
     return results
+
+
+def measure_after(job: Measuring, phases: Phases, trained: Trained) -> Results:
+    """Measure after training; a run that was interrupted is measured when it is done."""
+    return Results() if trained.interrupted else measure(job, phases, when="after", step=trained.steps)
 
 
 def _recall(path: Path, identity: dict[str, str]) -> Results | None:
@@ -85,4 +93,4 @@ def _recall(path: Path, identity: dict[str, str]) -> Results | None:
     )
 
 
-__all__ = ["Measuring", "measure", "measure_before"]
+__all__ = ["Measuring", "measure", "measure_after", "measure_before"]

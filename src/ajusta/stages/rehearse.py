@@ -6,10 +6,13 @@ without it.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ajusta.base.errors import NumbersGoneBad
+from ajusta.blocks.lora import LoraLinear
 from ajusta.blocks.optimizer import FlatAdamW
 from ajusta.engine.phases import adopt_model, loss_only, run_step
 from ajusta.memory.ledger import Category
@@ -46,7 +49,9 @@ def rehearse(loaded: Loaded, optimizer: FlatAdamW, plan: Plan, fullest: MicroBat
         ledger.adopt((optimizer.first, optimizer.second, optimizer.updates), Category.OPTIMIZER)
         ledger.start_over()
         began = time.monotonic()
-        result = run_step(model, place, (fullest,), plan.rung, optimizer, 0.0, 0, before_update=_check_gradients)
+        result = run_step(
+            model, place, (fullest,), plan.rung, optimizer, 0.0, 0, lambda _: _check_gradients(model.adapters)
+        )
         loss = result.mean_loss()
         step = _measure("train", began, planned, ledger.peak.live_bytes)
         ledger.start_over()
@@ -55,22 +60,25 @@ def rehearse(loaded: Loaded, optimizer: FlatAdamW, plan: Plan, fullest: MicroBat
         evaluation = _measure("evaluate", began, planned, ledger.peak.live_bytes)
     for buffer in (optimizer.first, optimizer.second, optimizer.updates):
         buffer.zero_()
-    if loss != loss or loss in (float("inf"), float("-inf")):
+    if not math.isfinite(loss):
+        cure = "fetch the model again" if plan.dtype == "fp32" else "try --set dtype=fp32, or fetch the model again"
         raise NumbersGoneBad(
-            f"the first loss is {loss}; expected a finite number; the weights may be damaged, or too large for "
-            f"{plan.dtype}: try --set dtype=fp32"
+            f"the first loss is {loss}; expected a finite number; the weights are damaged, or too large for "
+            f"{plan.dtype}: {cure}"
         )
     return Rehearsal(seconds_per_token=step.seconds / fullest.num_tokens, phases=(step, evaluation))
 
 
-def _check_gradients(optimizer: FlatAdamW) -> None:
+def _check_gradients(adapters: Mapping[str, LoraLinear]) -> None:
     """Refuse to train adapters that the loss does not reach: B's gradient is zero only where nothing flows."""
-    gradients = [parameter.grad for parameter in optimizer.parameters[1::2]]
-    silent = sum(1 for grad in gradients if grad is None or not bool(grad.any()))
+    gradients = {path: layer.lora_B.grad for path, layer in adapters.items()}
+    silent = [path for path, grad in gradients.items() if grad is None or not bool(grad.any())]
     if silent:
+        more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
         raise NumbersGoneBad(
-            f"{silent} of {len(optimizer.parameters) // 2} adapters got no gradient in the first step; expected "
-            f"every one to be reached by the loss; leave those layers out with lora.exclude, and please report the model"
+            f"{len(silent)} of {len(adapters)} adapters got no gradient in the first step "
+            f"({', '.join(silent[:3])}{more}); expected every one to be reached by the loss; leave those layers out, "
+            f"for example --set lora.exclude={silent[0]}, and please report the model"
         )
 
 

@@ -59,10 +59,13 @@ def train(job: Job, progress: Progressed, listener: Listener) -> Trained:
 
     Raises:
         NumbersGoneBad: too many steps in a row had a non-finite gradient; the last good state is saved.
+        UserError: the disk is full.
     """
     schedule = _schedule(job)
     all_tokens = job.order.total_tokens(job.total_steps)
-    stopped: str | None = None
+    saved = progress.step  # what was just loaded need not be written again
+    good = progress
+    stopped = _settled_reason(job, progress)
     with _asked_to_stop() as asked:
         while progress.step < job.total_steps and stopped is None:
             began = time.monotonic()
@@ -70,19 +73,30 @@ def train(job: Job, progress: Progressed, listener: Listener) -> Trained:
             progress = _advance(progress, result, time.monotonic() - began)
             listener(_told(job, progress, result, schedule(progress.step - 1), began, all_tokens))
             if progress.bad_in_a_row >= MOST_BAD_STEPS:
-                stopped = f"{MOST_BAD_STEPS} steps in a row had a gradient that was not finite"
-                break
+                _give_up(job, good, saved, listener)
             progress = _evaluate_if_due(job, progress, listener)
+            good = good if progress.bad_in_a_row else progress
             stopped = _reason_to_stop(job, progress, asked)
-            if stopped is None and _due(job.config.save_every, progress.step) and progress.step < job.total_steps:
-                _save(job, progress, listener)
-    if progress.bad_in_a_row < MOST_BAD_STEPS:
+            if _due(job.config.save_every, progress.step) and not progress.bad_in_a_row:
+                saved = _save(job, progress, listener)
+    if saved != progress.step or not progress.step:
         _save(job, progress, listener)
-    else:
-        raise NumbersGoneBad(
-            f"{stopped}; expected finite ones; nothing of these steps was kept: lower the learning rate, for example "
-            f"--set optimizer.learning_rate={job.config.optimizer.learning_rate / 4:g}, and start again"
-        )
+    return _what_was_done(job, progress, stopped)
+
+
+def _give_up(job: Job, good: Progressed, saved: int, listener: Listener) -> None:
+    """Save the state before the bad steps, which changed nothing, and stop."""
+    if good.step > saved:
+        _save(job, good, listener)
+    kept = f"the state of step {good.step} is saved" if good.step else "nothing was learned yet"
+    raise NumbersGoneBad(
+        f"{MOST_BAD_STEPS} steps in a row had a gradient that was not finite; expected finite ones; {kept}: lower the "
+        f"learning rate, for example --set optimizer.learning_rate={job.config.optimizer.learning_rate / 4:g}, and "
+        "start again with another --out"
+    )
+
+
+def _what_was_done(job: Job, progress: Progressed, stopped: str | None) -> Trained:
     return Trained(
         steps=progress.step,
         total_steps=job.total_steps,
@@ -167,14 +181,20 @@ def _evaluate_if_due(job: Job, progress: Progressed, listener: Listener) -> Prog
 
 
 def _reason_to_stop(job: Job, progress: Progressed, asked: list[str]) -> str | None:
+    if progress.step >= job.total_steps:  # all is done: whoever asked has what they wanted
+        return _settled_reason(job, progress)
     if asked:
         return f"asked to stop ({asked[0]})"
     limit = job.config.stop_after_seconds
     if limit is not None and time.monotonic() - job.started >= limit:
         return f"the time given (--stop-after {job.config.stop_after}) is over"
-    if _has_settled(job, progress):
-        return f"the held-out loss has not fallen for {job.config.early_stopping} evaluations"
-    return None
+    return _settled_reason(job, progress)
+
+
+def _settled_reason(job: Job, progress: Progressed) -> str | None:
+    if not _has_settled(job, progress):
+        return None
+    return f"the held-out loss has not fallen for {job.config.early_stopping} evaluations"
 
 
 def _has_settled(job: Job, progress: Progressed) -> bool:
@@ -182,9 +202,10 @@ def _has_settled(job: Job, progress: Progressed) -> bool:
     return patience > 0 and progress.evaluations_without_gain >= patience
 
 
-def _save(job: Job, progress: Progressed, listener: Listener) -> None:
+def _save(job: Job, progress: Progressed, listener: Listener) -> int:
     path = save_checkpoint(job.checkpoints, job.optimizer, progress, job.identity)
     listener(Saved(path=str(path), step=progress.step, kind="checkpoint"))
+    return progress.step
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from ajusta.spec.data import Example, MicroBatch
 from ajusta.stages.base import Base
 from ajusta.stages.checkpoint import digest_of
 
-# Settings that leave the learned numbers as they are, or as they are but for rounding.
+# Settings that leave the learned numbers as they are, or as they are but for rounding; data and base have digests.
 _MAY_CHANGE = frozenset(
-    {"out", "exam", "memory", "stop_after", "save_every", "offline", "revision"}
+    {"model", "data", "out", "exam", "memory", "device", "stop_after", "save_every", "offline", "revision"}
     | {"gradient_checkpointing", "micro_batch", "trust_remote_code"}
 )
 
@@ -31,6 +32,11 @@ class Exam:
 
     name: str
     questions: tuple[Question, ...]
+
+    @property
+    def digest(self) -> str:
+        """What tells this exam from another one of the same name."""
+        return digest_of([[question.question, question.accepted] for question in self.questions])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +65,22 @@ class Work:
         return micro_batches(examples, micro_tokens, packing=self.packing)
 
     def identity(self, config: Config, base: Base) -> dict[str, str]:
-        """Return digests of what a saved state belongs to: settings, data, base."""
-        settings = {key: value for key, value in config.model_dump(mode="json").items() if key not in _MAY_CHANGE}
-        settings.pop("data")
+        """Return what a saved state belongs to: every setting that matters by its name, the data, the base."""
         data = hashlib.sha256()
         for example in (*self.prepared.train, *self.prepared.heldout):
             data.update(example.ids.tobytes() + example.trained.tobytes())
-        return {"settings": digest_of(settings), "data": data.hexdigest(), "base": base.source.fingerprint}
+        return {**_settings(config), "data": data.hexdigest(), "base": base.source.fingerprint}
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """Return the settings that the learned numbers depend on, by dotted name."""
+    found: dict[str, str] = {}
+    for name, value in config.model_dump(mode="json").items():
+        if name in _MAY_CHANGE:
+            continue
+        inner = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        found |= {key: json.dumps(each) for key, each in inner.items()}
+    return found
 
 
 def read_work(config: Config, base: Base, *, all_heldout: bool = False) -> Work:
@@ -125,5 +140,18 @@ def general_examples(config: Config, base: Base) -> tuple[Example, ...]:
 
 
 def read_exams(paths: tuple[Path, ...]) -> tuple[Exam, ...]:
-    """Read exam files; each is named after its file."""
-    return tuple(Exam(name=path.stem, questions=read_exam(path)) for path in paths)
+    """Read exam files; each is named after its file, and after its folder too where two files have one name.
+
+    Raises:
+        DataError: a file is no exam.
+        UserError: the same file is given twice.
+    """
+    stems = [path.stem for path in paths]
+    names = [
+        path.stem if stems.count(path.stem) == 1 else f"{path.resolve().parent.name}-{path.name}".replace(".", "-")
+        for path in paths
+    ]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise UserError(f"two exams are called {twice[0]!r}; expected each file once; rename one of them")
+    return tuple(Exam(name=name, questions=read_exam(path)) for name, path in zip(names, paths, strict=True))
