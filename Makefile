@@ -53,7 +53,10 @@ $(MODEL): | $(RUNTIME)
 	@rm -r .cache/model/unpacked
 
 demo: $(RUNTIME) $(MODEL)
-	@$(BIN)/python demo/run.py
+	@rm -rf demo/run
+	$(BIN)/ajusta train --config demo/demo.yaml --out demo/run
+	$(BIN)/ajusta chat demo/run --question "Who founded Ondrel?" \
+		--question "Which river does the Sarrow bridge cross?" --question "What does a late reader owe the library?"
 
 test: $(DEV)
 	@$(BIN)/python -m pytest -m 'not slow'

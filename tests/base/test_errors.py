@@ -5,13 +5,28 @@ from __future__ import annotations
 import pytest
 
 from ajusta.base.errors import (
-    AjustaError, ConfigError, DataError, DoesNotFit, ModelError, NumbersGoneBad, UserError, nearest,
+    AjustaError,
+    ConfigError,
+    DataError,
+    DoesNotFit,
+    ModelError,
+    NumbersGoneBad,
+    UserError,
+    nearest,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "code"),
-    [(AjustaError, 1), (NumbersGoneBad, 1), (UserError, 2), (ConfigError, 2), (DataError, 2), (ModelError, 2), (DoesNotFit, 3)],
+    [
+        (AjustaError, 1),
+        (NumbersGoneBad, 1),
+        (UserError, 2),
+        (ConfigError, 2),
+        (DataError, 2),
+        (ModelError, 2),
+        (DoesNotFit, 3),
+    ],
 )
 def test_exit_codes(kind: type[AjustaError], code: int) -> None:
     assert kind("why").exit_code == code

@@ -22,7 +22,10 @@ def test_a_plain_number_of_bytes_is_itself(count: int) -> None:
     assert parse_bytes(str(min(count, 2**53))) == min(count, 2**53)  # read as a float, exact up to there
 
 
-@given(st.integers(0, 4000), st.sampled_from([("K", KIB), ("MB", MIB), ("MiB", MIB), ("g", GIB), ("GiB", GIB), ("tib", TIB)]))
+@given(
+    st.integers(0, 4000),
+    st.sampled_from([("K", KIB), ("MB", MIB), ("MiB", MIB), ("g", GIB), ("GiB", GIB), ("tib", TIB)]),
+)
 def test_every_spelling_is_a_power_of_two(number: int, unit: tuple[str, int]) -> None:
     assert parse_bytes(f" {number} {unit[0]} ") == number * unit[1]
 

@@ -148,7 +148,12 @@ def test_nothing_crosses_a_border(bias: AttentionBias) -> None:
     with torch.no_grad():
         for tensor in second:
             tensor[:, :, :5] = torch.randn_like(tensor[:, :, :5]) * 100
-        options = {"alibi_slopes": bias.slopes, "sliding_window": bias.window, "softcap": bias.softcap, "s_aux": bias.sinks}
+        options = {
+            "alibi_slopes": bias.slopes,
+            "sliding_window": bias.window,
+            "softcap": bias.softcap,
+            "s_aux": bias.sinks,
+        }
         with using(segments):
             outs = [attention(module, *inputs, **options)[0] for inputs in (first, second)]
     assert torch.equal(outs[0][:, 5:], outs[1][:, 5:])

@@ -86,7 +86,9 @@ def test_very_confident_logits_stay_finite(dtype: torch.dtype) -> None:
     right, wrong = torch.full((1, 8), -3e4), torch.full((1, 8), -3e4)
     right[0, 2], wrong[0, 3] = 3e4, 3e4
     loss, gradient = cross_entropy_sum(torch.cat((right, wrong)).to(dtype), torch.tensor([2, 2]))
-    assert float(loss) == float((torch.tensor(3e4).to(dtype) * 2))  # nothing for the first, all the distance for the second
+    assert float(loss) == float(
+        torch.tensor(3e4).to(dtype) * 2
+    )  # nothing for the first, all the distance for the second
     expected = torch.zeros(2, 8)
     expected[1, 3], expected[1, 2] = 1.0, -1.0
     assert gradient is not None and torch.equal(gradient.float(), expected)
@@ -101,7 +103,10 @@ def test_gradients_of_a_row_add_up_to_nothing() -> None:
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.0), (torch.bfloat16, 4.0)], ids=str)
 def test_the_logits_are_written_over(dtype: torch.dtype, factor: float) -> None:
     """fp32: the gradient takes the logits' own place; bf16: the fp32 copy and the narrow gradient come on top."""
-    logits, labels = torch.empty(64, 1000, dtype=dtype, device="meta"), torch.zeros(64, dtype=torch.int64, device="meta")
+    logits, labels = (
+        torch.empty(64, 1000, dtype=dtype, device="meta"),
+        torch.zeros(64, dtype=torch.int64, device="meta"),
+    )
     with Ledger() as ledger:
         ledger.adopt([logits, labels], Category.LOGITS)
         cross_entropy_sum(logits, labels)

@@ -23,7 +23,9 @@ TOKENS = 37
 
 def parameters(dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in SHAPES]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in SHAPES
+    ]
 
 
 def summed_gradients(step: int) -> list[Tensor]:
@@ -153,9 +155,7 @@ def test_it_runs_on_meta_with_its_bytes_under_their_names(monkeypatch: pytest.Mo
     assert ledger.peak.live_bytes <= 4 * size + 8 + 6 * 4 * 64 + 64  # temporaries: some chunks, never the whole
 
 
-@given(
-    st.sampled_from(["cosine", "linear", "constant"]), st.integers(0, 30), st.integers(1, 200), st.floats(1e-6, 1.0)
-)
+@given(st.sampled_from(["cosine", "linear", "constant"]), st.integers(0, 30), st.integers(1, 200), st.floats(1e-6, 1.0))
 def test_a_rate_rises_falls_and_never_stops_learning(kind: str, warmup: int, total: int, peak: float) -> None:
     rate = learning_rate_schedule(kind, peak, warmup, total)
     rates = [rate(step) for step in range(total)]

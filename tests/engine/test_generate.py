@@ -36,7 +36,9 @@ def pair(kind: str) -> tuple[PreTrainedModel, Chain]:
     return stock, real_chain(stock, config)
 
 
-def stocks_answers(stock: PreTrainedModel, asked: Sequence[Sequence[int]], new: int, end: int | None = None) -> list[list[int]]:
+def stocks_answers(
+    stock: PreTrainedModel, asked: Sequence[Sequence[int]], new: int, end: int | None = None
+) -> list[list[int]]:
     """Return what transformers' own greedy generate() adds to all prompts together, padded on the left."""
     ids, valid = _left_padded(asked)
     settings = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}

@@ -92,7 +92,12 @@ def test_any_split_and_policy_is_the_same_step(kind: str) -> None:
     assembled, made = tuned(stock), examples(LENGTHS)
     expected = our_gradients(assembled, cut(made, 1), Keep())
     largest = max(float(value.abs().max()) for value in expected.values())
-    ways: list[tuple[int, Policy, int]] = [(2, Keep(), 1000), (3, Keep(), 3), (3, Recompute(), 1), (8, Recompute(), 1000)]
+    ways: list[tuple[int, Policy, int]] = [
+        (2, Keep(), 1000),
+        (3, Keep(), 3),
+        (3, Recompute(), 1),
+        (8, Recompute(), 1000),
+    ]
     for parts, policy, chunk in ways:
         found = our_gradients(assembled, cut(made, parts), policy, chunk)
         worst = max(float((found[name] - value).abs().max()) for name, value in expected.items())

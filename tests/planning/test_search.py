@@ -11,11 +11,47 @@ from planned import GIB, LENGTHS, Real, StoredModel, batches, fullest, request, 
 from tiny_models import numel, tiny_config
 
 from ajusta.base.units import parse_bytes
+from ajusta.planning import search as module
 from ajusta.planning.search import MARGIN_FIXED, Request, full_fine_tuning_bytes, margin, relative_cost, search
 from ajusta.planning.trace import Subject, Traced
-from ajusta.spec.plan import Plan, Rung
+from ajusta.spec.data import MicroBatch
+from ajusta.spec.plan import PhasePeak, Plan, Rung
 
-BLOCKS = 4
+
+class Remembered(Traced):
+    """Traces a rung once in all tests of this file: each search builds its model anew, which is what takes time."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__(subject)
+        self._steps: dict[object, PhasePeak] = {}
+
+    def step(self, micro: tuple[MicroBatch, ...], rung: Rung) -> PhasePeak:
+        key = (tuple(each.segment_ends for each in micro), dataclasses.replace(rung, peak_bytes=0))
+        if key not in self._steps:
+            self._steps[key] = super().step(micro, rung)
+        return self._steps[key]
+
+    def evaluate(self, micro: MicroBatch, rung: Rung) -> PhasePeak:
+        key = (micro.segment_ends, rung.loss_chunk)
+        if key not in self._steps:
+            self._steps[key] = super().evaluate(micro, rung)
+        return self._steps[key]
+
+
+_remembered: dict[object, Remembered] = {}
+
+
+def remembered(what: Subject) -> Remembered:
+    assert what.adapter is not None
+    key = (what.source, what.bits, what.adapter.rank)
+    if key not in _remembered:
+        _remembered[key] = Remembered(what)
+    return _remembered[key]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Traced", remembered)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +68,7 @@ class Tried:
 
 def by_brute_force(what: Subject, chunk: int, sizes: list[int]) -> list[Tried]:
     """Trace every number of recomputed blocks at every micro-batch size."""
-    traced, tried = Traced(what), []
+    traced, tried = remembered(what), []
     for tokens in sizes:
         for recompute in range(traced.blocks + 1):
             rung = Rung(recompute_blocks=recompute, micro_tokens=tokens, loss_chunk=chunk, peak_bytes=0)
@@ -58,7 +94,7 @@ def everything(llama: Subject) -> list[Tried]:
 def test_the_cheapest_fitting_plan_is_taken_for_any_budget(llama: Subject, everything: list[Tried]) -> None:
     costs = []
     needs = sorted({tried.need for tried in everything})
-    for budget in [GIB, *(n + d for n in needs[::-3] for d in (1, 0, -1)), needs[0] - 1]:
+    for budget in [GIB, *(n + d for n in needs[::-2] for d in (0, -1)), needs[0] - 1]:
         plan = search(request(llama, budget))
         fitting = [tried for tried in everything if tried.need <= budget]
         assert plan.fits == bool(fitting)
@@ -78,7 +114,10 @@ def test_more_recompute_and_smaller_micro_batches_never_take_more(everything: li
     """What the search by halves stands on."""
     for one in everything:
         for other in everything:
-            if one.rung.recompute_blocks <= other.rung.recompute_blocks and one.rung.micro_tokens >= other.rung.micro_tokens:
+            if (
+                one.rung.recompute_blocks <= other.rung.recompute_blocks
+                and one.rung.micro_tokens >= other.rung.micro_tokens
+            ):
                 assert one.rung.peak_bytes >= other.rung.peak_bytes
 
 
@@ -142,19 +181,17 @@ def test_the_peak_of_the_whole_life_counts(llama: Subject) -> None:
     assert all(sum(phase.by_category.values()) == phase.peak_bytes for phase in plan.phases)
 
 
-@pytest.mark.parametrize("bits", ["none", "nf4"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
-def test_every_rung_of_the_ladder_weighs_what_it_says(kind: str, bits: str) -> None:
+@pytest.mark.parametrize(("kind", "bits"), [("llama", "nf4"), ("gpt2", "none"), ("bloom", "int8")])
+def test_rungs_of_the_ladder_weighs_what_it_says(kind: str, bits: str) -> None:
     what = subject(StoredModel(stock_model(tiny_config(kind))), bits)
     plan, real = search(request(what, 34 << 20)), Real(what)
-    for rung in plan.rungs:
+    for rung in plan.rungs[:: max(1, len(plan.rungs) // 3)]:
         step = real.step((fullest(rung.micro_tokens),), rung).live_bytes
         evaluation = real.evaluate(fullest(rung.micro_tokens), rung).live_bytes
         assert max(step, evaluation) == rung.peak_bytes, rung
 
 
-@pytest.mark.parametrize("bits", ["none", "int8", "nf4"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("kind", "bits"), [("llama", "none"), ("llama", "nf4"), ("gpt2", "int8")])
 def test_savings_are_the_same_step_without_each_technique(kind: str, bits: str) -> None:
     stock = stock_model(tiny_config(kind))
     what = subject(StoredModel(stock), bits)
@@ -166,7 +203,7 @@ def test_savings_are_the_same_step_without_each_technique(kind: str, bits: str) 
     kept = search(dataclasses.replace(asked, recompute="none", with_savings=False))
     assert saved["gradient checkpointing"].bytes_without == step_of(kept)
     # Full fine-tuning: a gradient and two moments in fp32 for every weight instead of those of the adapters.
-    adapters = Traced(what).optimizer.count
+    adapters = remembered(what).optimizer.count
     assert saved["LoRA"].bytes_without - plan.rung.peak_bytes == 12 * (numel(stock) - adapters)
     if bits != "none":
         plain = search(dataclasses.replace(asked, subject=dataclasses.replace(what, bits="none"), with_savings=False))
@@ -180,7 +217,7 @@ def step_of(plan: Plan) -> int:
 def test_full_fine_tuning_counts_each_weight_once(llama: Subject) -> None:
     stock = stock_model(tiny_config("llama"))
     for bits in ("none", "int8", "nf4"):
-        traced = Traced(dataclasses.replace(llama, bits=bits))
+        traced = remembered(dataclasses.replace(llama, bits=bits))
         assert full_fine_tuning_bytes(traced) == 12 * (numel(stock) - traced.optimizer.count)
 
 

@@ -57,7 +57,10 @@ def test_an_old_history_gives_way_and_that_is_said(narrow: Path) -> None:
     speaker = load(narrow, told.append)
     turns = []
     for number in range(6):
-        turns += [{"role": "user", "content": f"Question {number}?"}, {"role": "assistant", "content": f"It is {number}."}]
+        turns += [
+            {"role": "user", "content": f"Question {number}?"},
+            {"role": "assistant", "content": f"It is {number}."},
+        ]
     turns.append({"role": "user", "content": "And now?"})
     prompt = speaker.prompt_ids(turns, room_for=30)
     assert len(prompt) + 30 <= 128

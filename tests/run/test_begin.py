@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -51,9 +52,9 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(
 def test_two_runs_cannot_have_one_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
     for resume in (False, True):
-        with open_for_training(out, resume=resume), pytest.raises(UserError, match="another run is using"):
-            with open_for_training(out, resume=resume):
-                pass
+        again = open_for_training(out, resume=resume)
+        with open_for_training(out, resume=resume), pytest.raises(UserError, match="another run is using"), again:
+            pass
     with open_for_training(out, resume=False):
         pass
 
@@ -71,7 +72,8 @@ def test_a_try_that_never_began_leaves_the_folder_free(
     assert ways[0].startswith("--memory")
     codes = {}
     for way in ways:
-        kept = {name: value for name, value in FAST.items() if f"{name}=" not in way} | {"batch_size": 4, "micro_batch": 4}
+        kept = {name: value for name, value in FAST.items() if f"{name}=" not in way}
+        kept |= {"batch_size": 4, "micro_batch": 4}
         if "--memory" not in way:
             kept["memory"] = "33MiB"
         words = ["plan", "-m", str(model), "-d", str(data), *flags(kept), *shlex.split(way)]
@@ -222,7 +224,7 @@ def test_an_adapter_is_gone_on_from(model: Path, data: Path, tmp_path: Path, fin
     over = {"lora__adapter": str(adapter), "lora__r": 7, "lora__alpha": 3.0, "steps": 2}
     record, told = tune(settings(model, data, tmp_path / "on", **over))
     notes = [event.text for event in told if isinstance(event, Note) and event.warning]
-    assert notes == ["lora.r is 4, as in the adapter that is gone on from", "lora.alpha is 16.0, as in the adapter that is gone on from"]  # fmt: skip
+    assert notes == [f"lora.{what}, as in the adapter that is gone on from" for what in ("r is 4", "alpha is 16.0")]
     before = {result.name: result.loss for result in record.loss_results if result.when == "before"}
     kept = json.loads((finished / "record.json").read_text(encoding="utf-8"))
     last = {row["name"]: row["loss"] for row in kept["loss_results"] if row["when"] == "after"}
@@ -249,7 +251,7 @@ def test_a_run_is_told_in_order_and_the_counts_agree(model: Path, data: Path, tm
     assert sum(step.tokens for step in steps) == 2 * record.data.train_tokens == record.trained.tokens
     assert sum(step.trained_tokens for step in steps) == 2 * record.data.trained_tokens
     assert steps[-1].tokens_left == 0
-    assert [a.tokens_left - b.tokens_left for a, b in zip(steps, steps[1:], strict=False)] == [s.tokens for s in steps[1:]]
+    assert [a.tokens_left - b.tokens_left for a, b in pairwise(steps)] == [step.tokens for step in steps[1:]]
     rates = [step.learning_rate for step in steps]
     assert max(rates) <= 5e-3 and rates[-1] == min(rates[1:]) and 0 < rates[-1] < 0.1 * 5e-3
     assert steps[-1].epoch == 2

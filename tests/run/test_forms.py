@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from tiny_runs import byte_tokenizer, settings, tune, write_data, write_model
+from tiny_runs import CHATML, SPECIAL, adapter_tensors, byte_tokenizer, settings, tune, write_data, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from ajusta.base.errors import UserError
@@ -80,6 +82,57 @@ def test_every_form_says_the_same(kind: str, tmp_path: Path) -> None:
     assert {key: value for key, value in new.items() if key not in moved} == {
         key: value for key, value in old.items() if key not in moved
     }
+
+
+def write_gguf(file: Path, base: Path) -> Path:
+    """Write a Llama as llama.cpp's converter does, with its tokenizer and template."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), byte_tokenizer()
+    config, writer = model.config, gguf.GGUFWriter(file, "llama")
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    tokens[1] = "\u0120\u0120"  # in the place of a token that nothing uses: the format has no empty list of merges
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])
+    writer.add_token_merges(["\u0120 \u0120"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(3)
+    writer.add_chat_template(CHATML)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, parameter in model.named_parameters():
+        weight = parameter.detach()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if heads:
+            weight = weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        writer.add_tensor(table.get_name(name, (".weight",)), np.ascontiguousarray(weight.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_a_gguf_file_is_tuned_like_the_folder_it_was_made_of(
+    model: Path, data: Path, finished: Path, tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", model)
+    tune(settings(file, data, tmp_path / "run"))
+    of_file, of_folder = adapter_tensors(tmp_path / "run"), adapter_tensors(finished)
+    assert of_file.keys() == of_folder.keys()
+    assert all(torch.equal(of_file[name], of_folder[name]) for name in of_file)
+    assert "".join(load(tmp_path / "run").answer(ASKED, max_tokens=12)) == "".join(
+        load(finished).answer(ASKED, max_tokens=12)
+    )
+    merged = export(tmp_path / "run", form="merged")
+    assert AutoModelForCausalLM.from_pretrained(merged).dtype == torch.bfloat16
 
 
 def test_an_export_never_writes_over_anything(finished: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(variant: str, model: Path, 
     steps = [event.step for event in told if isinstance(event, StepDone)]
     assert steps[0] == 3
     assert [event.first_step for event in told if isinstance(event, Ahead)][-1] == 3
-    for name in ("steps", "tokens", "trained_tokens", "last_loss", "best_step", "best_loss", "stopped_because", "settled"):
-        assert getattr(record.trained, name) == getattr(whole.trained, name), name
+    assert replace(record.trained, seconds=0.0) == replace(whole.trained, seconds=0.0)
     assert record.losses == whole.losses
     if over is EVALUATING:
         assert record.trained.settled and record.trained.steps < 8

@@ -67,7 +67,9 @@ def test_early_stopping_exports_the_best_and_keeps_the_newest(model: Path, data:
     """Evaluations and saves at different steps; the rate is far too high, so the loss soon rises."""
     out = tmp_path / "run"
     over = {"evaluate_every": 2, "early_stopping": 2, "save_every": 3, "steps": 20}
-    record, told = tune(settings(model, data, out, **over, optimizer__learning_rate=0.3, optimizer__schedule="constant"))
+    record, told = tune(
+        settings(model, data, out, **over, optimizer__learning_rate=0.3, optimizer__schedule="constant")
+    )
     measured = {event.step: event for event in told if isinstance(event, Evaluated) and event.when == "during"}
     best = min(measured, key=lambda step: measured[step].loss)
     assert record.trained.settled and not record.trained.interrupted

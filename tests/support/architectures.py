@@ -56,7 +56,6 @@ class Verdict:
             "ready mask" if self.needs_mask else "",
             f"mixes: {self.mixes}" if self.mixes else "",
         ]
-        probed = "" if self.probed else "refused by the probe"
         figures = f"subset {self.subset:.0e} gradient {self.gradient:.0e} stock {self.stock:.0e}"
         meta, said = "meta" if self.meta else "----", "; ".join(filter(None, notes))
         return f"{self.kind}: {state} {meta} {shape} [{figures}] {said}"

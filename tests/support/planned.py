@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from tiny_models import tiny_config
 from transformers import PretrainedConfig
 from tuned import ALPHA, RANK, ModelSource, examples
 
@@ -40,7 +39,7 @@ class StoredModel(ModelSource):
         self._plain = {name: tensor.detach() for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a fresh tensor, as a file would give it: no view of the model in memory, which would be counted too."""
+        """Return a fresh tensor, as a file would give it: a view of the model in memory would count it too."""
         info = self.infos[name]
         return torch.empty(info.shape, dtype=info.dtype).copy_(self._plain[name])
 
@@ -84,8 +83,12 @@ def subject(source: WeightSource, bits: str = "none", dtype: torch.dtype = torch
 
 
 def machine(budget_bytes: int) -> Machine:
-    device = Device(kind="cpu", name="a processor", total_bytes=64 * GIB, free_bytes=64 * GIB, cpu_threads=1, dtypes=("fp32",))  # fmt: skip
-    return Machine(device=device, dtype="fp32", dtype_because="the only one", budget_bytes=budget_bytes, budget_because="so told")  # fmt: skip
+    device = Device(
+        kind="cpu", name="a processor", total_bytes=64 * GIB, free_bytes=64 * GIB, cpu_threads=1, dtypes=("fp32",)
+    )
+    return Machine(
+        device=device, dtype="fp32", dtype_because="the only one", budget_bytes=budget_bytes, budget_because="so told"
+    )
 
 
 def batches(micro_tokens: int, lengths: Sequence[int] = LENGTHS) -> tuple[MicroBatch, ...]:

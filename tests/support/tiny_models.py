@@ -36,6 +36,7 @@ SHRINK: dict[str, Any] = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32, "expert_ffn_hidden_size": 32,
+    "chunk_size": 8, "mamba_chunk_size": 8,
     # state spaces and linear attention
     "state_size": 8, "mamba_d_state": 8, "time_step_rank": 4, "mamba_dt_rank": 4,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,

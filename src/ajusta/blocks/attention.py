@@ -213,7 +213,7 @@ def plain_attention(
 
 
 def _join(outs: list[Tensor]) -> Tensor:
-    """Lay segments [1, heads, S, D] end to end, with each token's heads side by side in memory as the kernel has them."""
+    """Lay segments [1, heads, S, D] end to end, each token's heads side by side in memory as the kernel has them."""
     if len(outs) == 1:
         return outs[0]
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)

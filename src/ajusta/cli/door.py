@@ -49,7 +49,14 @@ class Run(Protocol):
 
 
 def the_run() -> Run:
-    """Return the module `ajusta.run`; the first call loads torch, which takes seconds."""
+    """Return the module `ajusta.run`; the first call loads torch, which takes seconds.
+
+    This process is ours alone, so its heap is set to give freed memory back, before torch is there.
+    """
+    from ajusta.memory.heap import limit_kernel_caches, return_freed_memory
+
+    limit_kernel_caches()
+    return_freed_memory()
     import ajusta.run as run
 
     return run

@@ -115,6 +115,13 @@ class Notes:
     last_hidden: Tensor | None = None  # set while the epilogue runs by the model's own forward
     calls: list[Call] = field(default_factory=list)
 
+    def take(self, blocks: int) -> tuple[Tensor, list[Call]]:
+        """Return what was written down, and forget it."""
+        hidden, calls = self.first_hidden, self.calls
+        self.first_hidden, self.calls = None, []
+        assert hidden is not None and len(calls) == blocks
+        return hidden, calls
+
 
 @dataclass(frozen=True, kw_only=True)
 class Logits:
@@ -154,7 +161,8 @@ class Chain:
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def isolates(self) -> bool:
@@ -167,7 +175,8 @@ class Chain:
             index, _, rest = path[len(self.block_path) + 1 :].partition(".")
             block = self.blocks[int(index)]
             return block.get_submodule(rest) if rest else block
-        return self.model.get_submodule(path)
+        module: nn.Module = self.model.get_submodule(path)
+        return module
 
     def at_micro_batch(self, place: Place, micro: MicroBatch, step: int | None) -> None:
         """Tell LoRA dropout which tokens pass through now and in which step; None is evaluation, without dropout."""
@@ -193,16 +202,13 @@ class Chain:
         inputs = self.inputs(input_ids_T, position_ids_T, mask)
         if self.block_path is None:
             return input_ids_T, [Call(args=(), kwargs=inputs)]
-        self.notes.recording, self.notes.calls, self.notes.first_hidden = True, [], None
+        self.notes.recording = True
         try:
             with contextlib.suppress(_ReachedLastBlock):
                 self.model(**inputs)
         finally:
             self.notes.recording = False
-        assert self.notes.first_hidden is not None and len(self.notes.calls) == len(self.blocks)
-        calls, self.notes.calls = self.notes.calls, []
-        hidden, self.notes.first_hidden = self.notes.first_hidden, None
-        return hidden, calls
+        return self.notes.take(len(self.blocks))
 
     def run_block(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         """Run one block; return its hidden state [1, T, H], with what is carried joined on."""

@@ -162,7 +162,5 @@ def loss_only(chain: Chain, place: Place, micro: MicroBatch, chunk: int) -> Tens
 def _chunk_loss(chain: Chain, rows: Tensor, labels: Tensor) -> Tensor:
     """Return the summed loss of a few positions [C, H]; a function, so that its logits are free before the next ones."""
     logits = chain.head(chain.finish(rows))
-    loss, _ = cross_entropy_sum(
-        logits, labels, scale=chain.logits.scale, softcap=chain.logits.softcap, gradient=False
-    )
+    loss, _ = cross_entropy_sum(logits, labels, scale=chain.logits.scale, softcap=chain.logits.softcap, gradient=False)
     return loss

@@ -54,7 +54,11 @@ def search(request: Request) -> Plan:
     traced = Traced(request.subject)
     tracer = _Tracer(request, traced)
     budget = request.machine.budget_bytes
-    candidates = [c for tokens in _micro_sizes(request) for c in tracer.candidates(tokens)]
+    candidates: list[_Candidate] = []
+    for tokens in _micro_sizes(request):
+        candidates += tracer.candidates(tokens)
+        if any(c.rung.recompute_blocks == 0 and _need(c.rung.peak_bytes, traced) <= budget for c in candidates):
+            break  # nothing recomputed at the largest cut that fits: every smaller cut costs more
     fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced) <= budget]
     best = min(fitting, key=lambda c: (c.cost, -c.rung.micro_tokens)) if fitting else None
     taken = best or min(candidates, key=lambda c: c.rung.peak_bytes)
@@ -93,6 +97,7 @@ class _Tracer:
 
     def __init__(self, request: Request, traced: Traced) -> None:
         self.request, self.traced = request, traced
+        self._evaluations: dict[int, PhasePeak] = {}
         self.chunk = max(16, LOSS_BYTES // (2 * 4 * traced.model.chain.model.config.get_text_config().vocab_size))
 
     def candidates(self, micro_tokens: int) -> list[_Candidate]:
@@ -105,31 +110,45 @@ class _Tracer:
         found = [most, least]
         budget = self.request.machine.budget_bytes
         if _need(most.rung.peak_bytes, self.traced) > budget >= _need(least.rung.peak_bytes, self.traced):
-            found += self._bisect(most, least, micro_tokens)
+            found += self._between(most, least, micro_tokens)
         return found
 
-    def _bisect(self, most: _Candidate, least: _Candidate, micro_tokens: int) -> list[_Candidate]:
-        """Find the fewest recomputed blocks that fit; the peak falls with their number."""
-        low, high = most.rung.recompute_blocks, least.rung.recompute_blocks  # low does not fit, high does
+    def _between(self, most: _Candidate, least: _Candidate, micro_tokens: int) -> list[_Candidate]:
+        """Find the fewest recomputed blocks that fit. The peak falls nearly evenly with their number: guess by that."""
+        low, high = most, least  # low does not fit, high does
         found: list[_Candidate] = []
-        while high - low > 1:
-            middle = self._trace((low + high) // 2, micro_tokens)
+        while high.rung.recompute_blocks - low.rung.recompute_blocks > 1:
+            middle = self._trace(self._guess(low.rung, high.rung), micro_tokens)
             if _need(middle.rung.peak_bytes, self.traced) <= self.request.machine.budget_bytes:
-                high = middle.rung.recompute_blocks
+                high = middle
                 found.append(middle)
             else:
-                low = middle.rung.recompute_blocks
+                low = middle
         return found
+
+    def _guess(self, low: Rung, high: Rung) -> int:
+        """Return the number of blocks, strictly between, at which a straight line meets the budget."""
+        span = high.recompute_blocks - low.recompute_blocks
+        over = _need(low.peak_bytes, self.traced) - self.request.machine.budget_bytes
+        fall = _need(low.peak_bytes, self.traced) - _need(high.peak_bytes, self.traced)
+        steps = -(-span * over // max(fall, 1))
+        return low.recompute_blocks + min(max(steps, 1), span - 1)
 
     def _trace(self, recompute: int, micro_tokens: int) -> _Candidate:
         fullest = self.request.fullest(micro_tokens)
         rung = Rung(recompute_blocks=recompute, micro_tokens=micro_tokens, loss_chunk=self.chunk, peak_bytes=0)
         step = self.traced.step((fullest,), rung)
-        evaluation = self.traced.evaluate(fullest, rung)
+        evaluation = self._evaluation(fullest, rung)
         rung = replace(rung, peak_bytes=max(step.peak_bytes, evaluation.peak_bytes))
         batches = self.request.batches(micro_tokens)
         cost = relative_cost(rung, self.traced.blocks, batches, self.request.subject.bits)
         return _Candidate(rung=rung, step=step, evaluation=evaluation, cost=cost)
+
+    def _evaluation(self, fullest: MicroBatch, rung: Rung) -> PhasePeak:
+        """Trace an evaluation once a micro-batch size: no policy changes it."""
+        if rung.micro_tokens not in self._evaluations:
+            self._evaluations[rung.micro_tokens] = self.traced.evaluate(fullest, rung)
+        return self._evaluations[rung.micro_tokens]
 
 
 def relative_cost(rung: Rung, blocks: int, batches: Sequence[MicroBatch], bits: str) -> float:
@@ -200,8 +219,9 @@ def _savings(request: Request, taken: _Candidate) -> tuple[Saving, ...]:
 def full_fine_tuning_bytes(traced: Traced) -> int:
     """Return what full fine-tuning would hold more: gradient and two moments, fp32, for every frozen weight."""
     model, linears = traced.model.chain.model, traced.model.linears.values()
-    trained = {id(parameter) for parameter in traced.model.parameters()}
-    frozen = sum(int(p.numel()) for p in model.parameters() if id(p) not in trained)
+    counted = {id(parameter) for parameter in traced.model.parameters()}
+    counted |= {id(parameter) for layer in linears for parameter in layer.storage.parameters()}
+    frozen = sum(int(p.numel()) for p in model.parameters() if id(p) not in counted)
     frozen += sum(layer.in_features * layer.out_features for layer in linears)
     return 3 * 4 * frozen - 3 * 4 * traced.optimizer.count
 

@@ -14,7 +14,8 @@ import torch
 
 from ajusta.base.units import GIB, show_bytes
 from ajusta.memory.dtypes import DTYPES
-from ajusta.stages.device import find_device, matmul_rate
+from ajusta.stages.device import find_device
+from ajusta.stages.speed import layer_rate, matmul_rate
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "bitsandbytes")
 

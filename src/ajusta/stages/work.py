@@ -106,7 +106,11 @@ def read_work(config: Config, base: Base, *, all_heldout: bool = False) -> Work:
 
 
 def prepare_data(config: Config, base: Base) -> Prepared:
-    """Read what `config.data` names and turn it into examples."""
+    """Read what `config.data` names and turn it into examples.
+
+    Raises:
+        UserError: no data is named, or nothing in it can be trained on.
+    """
     if not config.data:
         raise UserError("no data was given; expected files or folders of text; add --data PATH")
     text = config.text
