@@ -30,7 +30,17 @@ def test_every_spelling_is_a_power_of_two(number: int, unit: tuple[str, int]) ->
     assert parse_bytes(f" {number} {unit[0]} ") == number * unit[1]
 
 
-@pytest.mark.parametrize(("count", "shown"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (340 * MIB, "340 MiB"), (1.52 * GIB, "1.52 GiB"), (-2 * GIB, "-2.00 GiB")])  # fmt: skip
+SHOWN = {
+    0: "0 B",
+    1023: "1023 B",
+    1024: "1.00 KiB",
+    340 * MIB: "340 MiB",
+    1.52 * GIB: "1.52 GiB",
+    -2 * GIB: "-2.00 GiB",
+}
+
+
+@pytest.mark.parametrize(("count", "shown"), SHOWN.items())
 def test_sizes_as_they_are_shown(count: float, shown: str) -> None:
     assert show_bytes(count) == shown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,13 @@ def test_the_flash_way_is_the_plain_way(dtype: torch.dtype, bias: AttentionBias,
         assert worst(found, expected) < TOLERANCE[dtype], lengths
 
 
+def options_of(bias: AttentionBias) -> dict[str, Any]:
+    """Return the bias as families hand it over."""
+    return {
+        "alibi_slopes": bias.slopes, "sliding_window": bias.window, "softcap": bias.softcap, "s_aux": bias.sinks,
+    }  # fmt: skip
+
+
 def by_hand(query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments, bias: AttentionBias) -> Tensor:
     """Do it number by number, from the formulas of the papers."""
     out = torch.zeros_like(query)
@@ -148,12 +156,7 @@ def test_nothing_crosses_a_border(bias: AttentionBias) -> None:
     with torch.no_grad():
         for tensor in second:
             tensor[:, :, :5] = torch.randn_like(tensor[:, :, :5]) * 100
-        options = {
-            "alibi_slopes": bias.slopes,
-            "sliding_window": bias.window,
-            "softcap": bias.softcap,
-            "s_aux": bias.sinks,
-        }
+        options = options_of(bias)
         with using(segments):
             outs = [attention(module, *inputs, **options)[0] for inputs in (first, second)]
     assert torch.equal(outs[0][:, 5:], outs[1][:, 5:])
@@ -201,7 +204,7 @@ def test_rows_with_a_cache_are_each_row_alone(bias: AttentionBias) -> None:
     valid = torch.zeros(3, keys, dtype=torch.bool)
     for row, length in enumerate(lengths):
         valid[row, max(lengths) - length :] = True  # padding on the left
-    module, options = nn.Module(), {"alibi_slopes": bias.slopes, "sliding_window": bias.window, "softcap": bias.softcap, "s_aux": bias.sinks}  # fmt: skip
+    module, options = nn.Module(), options_of(bias)
     cut = max(lengths)
     outs = []
     for start, end in [(0, cut), *((cut + i, cut + i + 1) for i in range(new))]:  # the prompts, then token by token

@@ -75,7 +75,9 @@ def test_a_vocabulary_of_one_has_nothing_to_learn() -> None:
 def test_any_chunk_gives_the_same(chunk: int) -> None:
     logits, labels = made(17, 64, torch.float64)
     whole, gradient = cross_entropy_sum(logits.clone(), labels)
-    parts = [cross_entropy_sum(l.clone(), y) for l, y in zip(logits.split(chunk), labels.split(chunk), strict=True)]
+    parts = [
+        cross_entropy_sum(rows.clone(), y) for rows, y in zip(logits.split(chunk), labels.split(chunk), strict=True)
+    ]
     assert abs(float(sum(loss for loss, _ in parts)) - float(whole)) < 1e-12 * float(whole)
     assert gradient is not None
     assert torch.equal(torch.cat([part for _, part in parts if part is not None]), gradient)

@@ -176,7 +176,7 @@ def test_a_step_without_micro_batches_gives_zeros() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
 def test_every_adapter_learns_with_recompute_as_without(kind: str) -> None:
-    """R08: frozen embeddings in front of recomputed blocks; no B may stay at zero, and both ways end at the same bits."""
+    """R08: frozen embeddings in front of recomputed blocks; no B stays at zero, and all ways end at the same bits."""
     stock, _ = stock_and_config(kind, torch.float32)
     made, ends = examples(LENGTHS), []
     for recompute in (0, 2, 4):
@@ -196,7 +196,8 @@ def test_recompute_sees_the_dropout_that_the_forward_saw() -> None:
     for recompute in (0, 4):
         assembled = tuned(stock, dtype=torch.float32, dropout=0.3)
         optimizer = make_optimizer(assembled, AdamWSettings(), CPU)
-        losses = [run_step(assembled, CPU, tuple(cut(made, 2)), rung(recompute), optimizer, 1e-2, s).mean_loss() for s in range(3)]  # fmt: skip
+        micro, how = tuple(cut(made, 2)), rung(recompute)
+        losses = [run_step(assembled, CPU, micro, how, optimizer, 1e-2, step).mean_loss() for step in range(3)]
         found.append((losses, optimizer.weights.clone()))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 

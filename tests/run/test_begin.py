@@ -73,7 +73,7 @@ def test_a_try_that_never_began_leaves_the_folder_free(
     codes = {}
     for way in ways:
         kept = {name: value for name, value in FAST.items() if f"{name}=" not in way}
-        kept |= {"batch_size": 4, "micro_batch": 4}
+        kept |= {"batch_size": 4, "micro_batch": 4, "steps": 1}
         if "--memory" not in way:
             kept["memory"] = "33MiB"
         words = ["plan", "-m", str(model), "-d", str(data), *flags(kept), *shlex.split(way)]

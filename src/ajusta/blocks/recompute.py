@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ajusta.blocks.rebuild import rebuilding
+
 RunBlock = Callable[[Tensor], Tensor]
 
 
@@ -65,7 +67,7 @@ class Keep:
         start = hidden.detach()
         if wants_grad:
             start.requires_grad_(True)
-        with torch.enable_grad():
+        with torch.enable_grad(), rebuilding():
             result = run(start)
         return KeptIsland(hidden=start, output=result.detach(), result=result)
 

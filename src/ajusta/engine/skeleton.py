@@ -19,6 +19,7 @@ from ajusta.blocks.targets import find_routers, has_stacked_weights
 from ajusta.engine.bloom import replace_attention
 from ajusta.engine.chain import Chain
 from ajusta.engine.derive import derive
+from ajusta.engine.lean import make_lean
 
 # Registered here and not in transformers' mask interface: so transformers builds no mask at all for it.
 AttentionInterface.register(ATTENTION_NAME, attention)
@@ -82,6 +83,7 @@ def build_model(config: PretrainedConfig, implementation: str, dtype: torch.dtyp
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
     if replace_attention(model):
         model.config._attn_implementation = ATTENTION_NAME
+    make_lean(model)
     for part in model.modules():
         # The forward would read ids back to look for padding. Past the setter, since some families insist on a number.
         own = getattr(part, "config", None)

@@ -160,7 +160,7 @@ def loss_only(chain: Chain, place: Place, micro: MicroBatch, chunk: int) -> Tens
 
 
 def _chunk_loss(chain: Chain, rows: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed loss of a few positions [C, H]; a function, so that its logits are free before the next ones."""
+    """Return the summed loss of a few positions [C, H]; in a function, to free its logits before the next."""
     logits = chain.head(chain.finish(rows))
     loss, _ = cross_entropy_sum(logits, labels, scale=chain.logits.scale, softcap=chain.logits.softcap, gradient=False)
     return loss

@@ -160,7 +160,7 @@ def relative_cost(rung: Rung, blocks: int, batches: Sequence[MicroBatch], bits: 
 
 
 def _micro_sizes(request: Request) -> list[int]:
-    """Candidate sizes: the whole step at once, some halves of it, and the longest example, than which none is smaller."""
+    """Candidate sizes: the whole step at once, some halves of it, and the longest example: no cut is smaller."""
     if request.micro_tokens is not None:
         return [max(request.micro_tokens, request.longest)]
     halves = [request.step_tokens >> times for times in range(4)]
