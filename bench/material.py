@@ -70,6 +70,7 @@ def plan(gguf: Path, case: Case) -> Rung:
             ),
             batches=lambda tokens: (micro,),
             fullest=lambda tokens: micro,
+            measured=lambda tokens: micro,
             step_tokens=case.tokens,
             longest=case.tokens,
             machine=Machine(device=device, dtype=case.dtype, dtype_because="", budget_bytes=1 << 40, budget_because=""),

@@ -18,11 +18,11 @@ from ajusta.base.errors import DoesNotFit
 from ajusta.base.events import Ahead, Listener, Progress, Saved, silent
 from ajusta.base.units import show_bytes
 from ajusta.blocks.optimizer import FlatAdamW
-from ajusta.data.order import Order
 from ajusta.data.show import colour_segments, token_histogram
 from ajusta.data.tokenizer import save_tokenizer
 from ajusta.engine.adapter_files import read_adapter
-from ajusta.planning.request import adapter_spec, imagined_examples, make_request, optimizer_settings
+from ajusta.memory.measure import MemoryWatch
+from ajusta.planning.request import adapter_spec, imagined_demand, make_request, optimizer_settings
 from ajusta.planning.search import Request, search
 from ajusta.spec.config import Config, load_config
 from ajusta.spec.device import Machine
@@ -39,6 +39,7 @@ from ajusta.stages.folder import RunFolder, open_finished, open_for_training, wr
 from ajusta.stages.load import (
     Loaded,
     as_continued,
+    check_chain,
     fill_adapters,
     keep_adapter,
     load_base,
@@ -93,15 +94,11 @@ def plan(config: Config, listener: Listener = silent) -> Plan:
     base = open_base(config)
     _, machine = look_at_machine(config)
     if config.data:
-        work = read_work(config, base)
-        examples, order, steps = work.prepared.train, work.order, work.total_steps
+        demand = read_work(config, base).demand
     else:
-        vocabulary = base.config.get_text_config().vocab_size
-        examples = imagined_examples(config, vocabulary, base.position_limit)
-        order = Order(lengths=tuple(len(each) for each in examples), batch_size=config.batch_size, seed=config.seed)
-        steps = 1
-        phases.note(f"no data given: planned for {config.batch_size} examples of {len(examples[0])} tokens a step")
-    return search(make_request(config, base.source, machine, examples, order, steps, with_savings=True))
+        demand = imagined_demand(config, base.config.get_text_config().vocab_size, base.position_limit)
+        phases.note(f"no data given: planned for {config.batch_size} examples of {demand.longest} tokens a step")
+    return search(make_request(config, base.source, machine, demand, with_savings=True))
 
 
 def load(folder: Path | str, listener: Listener = silent) -> Speaker:
@@ -144,9 +141,7 @@ def evaluate(
     config = config.model_copy(update={"exam": tuple(exams) or config.exam})
     work = read_work(config, base, all_heldout=bool(data))
     loaded = _load_tuned(config, base, place, listener)
-    rung = search(
-        make_request(config, base.source, look_at_machine(config)[1], work.examples, work.order, work.total_steps)
-    ).rung
+    rung = search(make_request(config, base.source, look_at_machine(config)[1], work.demand)).rung
     measuring = Measuring(loaded=loaded, base=base, work=work, rung=rung, system=config.text.system, folder=place)
     results = measure(measuring, Phases(listener), when="after")
     return Measured(results=results, adapter=str(place.adapter))
@@ -213,6 +208,7 @@ class _Ready(_Decided):
 
     loaded: Loaded
     optimizer: FlatAdamW
+    watch: MemoryWatch
 
     @property
     def identity(self) -> dict[str, str]:
@@ -250,9 +246,7 @@ def _decide(config: Config, folder: RunFolder, phases: Phases) -> _Decided:
         device, machine = look_at_machine(config, earlier.config.dtype if earlier else None)
         config = config.model_copy(update={"dtype": machine.dtype, "revision": base.revision})
         require_same(folder.checkpoints, work.identity(config, base))
-        request = make_request(
-            config, base.source, machine, work.examples, work.order, work.total_steps, with_savings=True
-        )
+        request = make_request(config, base.source, machine, work.demand, with_savings=True)
         made = plan_as_before(earlier, config, lambda *shape: search(_shaped(request, *shape)))
         phases.tell_plan(made)
     if not made.fits:
@@ -277,6 +271,7 @@ def _keep_settings(decided: _Decided) -> None:
 def _load(decided: _Decided, phases: Phases) -> _Ready:
     """Bring the model to its place, adapted, with its optimizer."""
     config = decided.config
+    watch = MemoryWatch.begin(decided.device)
     with phases.phase("load", planned_bytes=decided.plan.phases[0].peak_bytes):
         loaded = load_base(
             decided.base,
@@ -289,15 +284,17 @@ def _load(decided: _Decided, phases: Phases) -> _Ready:
         )
         for text in loaded.model.targets.notes:
             phases.note(text, warning=True)
+        check_chain(loaded, decided.base, longest=decided.work.longest, packing=config.text.packing)
         optimizer = optimizer_for(loaded, optimizer_settings(config))
-    return _Ready(**vars(decided), loaded=loaded, optimizer=optimizer)
+    return _Ready(**vars(decided), loaded=loaded, optimizer=optimizer, watch=watch)
 
 
 def _rehearse(ready: _Ready, phases: Phases) -> float:
     """Run the worst step once and return its seconds per token; from here on the time left is known."""
     with phases.phase("rehearse") as own:
+        tokens, demand = ready.plan.rung.micro_tokens, ready.work.demand
         rehearsal = rehearse(
-            ready.loaded, ready.optimizer, ready.plan, ready.work.fullest(ready.plan.rung.micro_tokens)
+            ready.loaded, ready.optimizer, ready.plan, demand.fullest(tokens), demand.fullest_measured(tokens)
         )
         own += rehearsal.phases
     over = rehearsal.measured_bytes - ready.plan.peak_bytes
@@ -311,7 +308,7 @@ def _ahead(ready: _Ready, progress: Progressed, seconds_per_token: float) -> Ahe
     work, config = ready.work, ready.config
     return Ahead(
         total_steps=work.total_steps,
-        total_tokens=work.order.total_tokens(work.total_steps) - work.order.total_tokens(progress.step),
+        total_tokens=work.demand.order.total_tokens(work.total_steps) - work.demand.order.total_tokens(progress.step),
         first_step=progress.step + 1,
         evaluate_every=config.evaluate_every if work.prepared.heldout else 0,
         save_every=config.save_every,
@@ -336,13 +333,14 @@ def _train(ready: _Ready, phases: Phases, seconds_per_token: float) -> Trained:
             place=loaded.place,
             optimizer=ready.optimizer,
             rung=ready.plan.rung,
-            order=ready.work.order,
-            examples=ready.work.examples,
+            order=ready.work.demand.order,
+            examples=ready.work.demand.examples,
             heldout=ready.work.batches(ready.work.prepared.heldout, ready.plan.rung.micro_tokens),
             total_steps=ready.work.total_steps,
             checkpoints=folder.checkpoints,
             identity=ready.identity,
             save_best=lambda: keep_adapter(folder.best, loaded, base, config),
+            watch=ready.watch,
             started=phases.started,
         )
         trained = train(job, progress, phases.tell)

@@ -25,7 +25,7 @@ from ajusta.data.json_files import read_jsonl
 from ajusta.data.pack import lay_out
 from ajusta.engine.assemble import AdapterSpec
 from ajusta.memory.dtypes import DTYPES
-from ajusta.planning.request import imagined_examples
+from ajusta.planning.request import imagined_demand
 from ajusta.planning.search import LOSS_BYTES
 from ajusta.planning.trace import Subject, Traced
 from ajusta.spec.config import describe, load_config
@@ -171,7 +171,7 @@ def traced_table() -> str:
             optimizer=AdamWSettings(),
         )
         traced = Traced(subject)
-        micro = lay_out(imagined_examples(config, SHAPE["vocab_size"], 512))
+        micro = lay_out(imagined_demand(config, SHAPE["vocab_size"], 512).examples)
         assert traced.optimizer.count == 4_884_480
         for recompute in (0, 30):
             rung = Rung(recompute_blocks=recompute, micro_tokens=512, loss_chunk=chunk, peak_bytes=0)

@@ -209,7 +209,7 @@ def test_weights_that_are_no_numbers_stop_the_run(
 ) -> None:
     bad = damaged(model, tmp_path / "bad", "model.layers.1.mlp.up_proj.weight", float("nan"))
     assert typed(*train_words(bad, data, tmp_path / "run")) == 1
-    assert "the first loss is nan; expected a finite number; the weights are damaged" in capsys.readouterr().err
+    assert "logits that are no finite numbers; expected finite ones; the weights are damaged" in capsys.readouterr().err
 
 
 def test_an_adapter_that_the_loss_does_not_reach_is_named(model: Path, data: Path, tmp_path: Path) -> None:

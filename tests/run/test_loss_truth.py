@@ -14,6 +14,7 @@ from ajusta.data.pack import micro_batches
 from ajusta.engine.assemble import AdapterSpec, assemble
 from ajusta.engine.phases import make_optimizer, run_step
 from ajusta.engine.skeleton import build_skeleton
+from ajusta.memory.measure import MemoryWatch
 from ajusta.memory.place import RealPlace
 from ajusta.planning.request import optimizer_settings
 from ajusta.spec.plan import Rung
@@ -48,13 +49,14 @@ def job(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Jo
         place=place,
         optimizer=make_optimizer(assembled, optimizer_settings(config), place),
         rung=Rung(recompute_blocks=0, micro_tokens=10_000, loss_chunk=1000, peak_bytes=0),
-        order=work.order,
-        examples=work.examples,
+        order=work.demand.order,
+        examples=work.demand.examples,
         heldout=work.batches(work.prepared.heldout, 10_000),
         total_steps=work.total_steps,
         checkpoints=out,
         identity={},
         save_best=lambda: out,
+        watch=MemoryWatch.begin(place.device),
         started=0.0,
     )
 

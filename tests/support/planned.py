@@ -105,6 +105,7 @@ def request(
 ) -> Request:  # fmt: skip
     return Request(
         subject=what, batches=lambda tokens: batches(tokens, lengths), fullest=lambda tokens: fullest(tokens, lengths),
+        measured=lambda tokens: fullest(tokens, lengths),
         step_tokens=sum(lengths), longest=max(lengths), machine=machine(budget_bytes), recompute=recompute,
         micro_tokens=micro_tokens, with_savings=with_savings,
     )  # fmt: skip

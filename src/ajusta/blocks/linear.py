@@ -3,7 +3,7 @@
     y = x W^T + b,    dx = dy W
 
 `torch.nn.functional.linear` on a dequantized weight would keep that weight alive until the backward pass; here the
-backward expands it again. Nothing of x is saved (source: shared/MEMORY.md 2.2).
+backward expands it again. Nothing of x is saved: with W frozen, dx = dy W needs W alone.
 Shape letters: T tokens (all leading dimensions of x flattened), I input features, O output features.
 """
 

@@ -11,6 +11,7 @@ the product); `RmsNorm.like` finds out by trying which variant a module is, and 
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,8 @@ class RmsNorm(nn.Module):
             return None
         if next(module.children(), None) is not None or isinstance(module, nn.LayerNorm):
             return None
+        if len(inspect.signature(module.forward).parameters) != 1:
+            return None  # a gated norm, which may do without its gate when tried and be given one later
         variant = _variant_of(module, eps)
         return None if variant is None else cls(weight, eps, variant)
 

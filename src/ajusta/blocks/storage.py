@@ -6,7 +6,7 @@
 A frozen weight has no gradient, so nothing of the input needs to be saved for it, and a quantized one is expanded into
 a temporary for each product and dropped again. Expanding twice (forward, backward) costs time and no memory.
 
-Shape letters: O output features, I input features, T tokens. Source of the memory argument: shared/MEMORY.md 2.2.
+Shape letters: O output features, I input features, T tokens.
 Every method also runs on `meta` tensors and makes there the allocations that the plain road makes on a device.
 """
 

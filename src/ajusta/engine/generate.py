@@ -61,7 +61,7 @@ def stream(
     assert prompts and all(len(prompt) > 0 for prompt in prompts)
     ids_BK, valid_BK = _left_padded(prompts)
     ids, valid = place.take(ids_BK.numpy()), place.take(valid_BK.numpy())
-    cache = DynamicCache(config=chain.model.config)
+    cache = new_cache(chain)
     picker = torch.Generator(device="cpu").manual_seed(sampling.seed)
     for _ in range(max_new_tokens):
         logits = next_logits(chain, ids, valid, cache)
@@ -84,6 +84,11 @@ def next_logits(chain: Chain, new_ids_BQ: Tensor, valid_BK: Tensor, cache: Any) 
     with using(Generation(valid_BK=valid_BK)):
         logits: Tensor = chain.model(**inputs).logits
     return logits[:, -1].float()
+
+
+def new_cache(chain: Chain) -> DynamicCache:
+    """Return an empty key/value cache for the model."""
+    return DynamicCache(config=chain.model.config)
 
 
 def cache_name(chain: Chain) -> str:

@@ -46,7 +46,7 @@ def _equal(module: nn.Module) -> nn.Module | None:
 
 
 def _gates_alike(module: nn.Module) -> bool:
-    """Say whether a narrow copy of the module gives the bits of `GatedMlp`; its linears are exchanged for small ones."""
+    """Say whether a narrow copy of the module, with small made-up linears, gives the bits of `GatedMlp`."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     for number, name in enumerate(("gate_proj", "up_proj", "down_proj")):

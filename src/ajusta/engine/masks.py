@@ -9,7 +9,7 @@ from ajusta.memory.place import Category, Place
 
 
 def block_diagonal_mask(segment_ends: tuple[int, ...], dtype: torch.dtype, place: Place) -> Tensor:
-    """Return the additive mask [1, 1, T, T]: 0 where a token sees another (causal, same segment), else the least value."""
+    """Return the additive mask [1, 1, T, T]: 0 where a token sees another (causal, one segment), else the least."""
     total = segment_ends[-1]
     least = torch.finfo(dtype).min
     mask = place.empty(1, 1, total, total, dtype=dtype, category=Category.SAVED).fill_(least)

@@ -33,6 +33,7 @@ class Probe:
     replay_equal: bool
     isolates: bool
     message: str
+    finite: bool = True  # False: the weights are damaged, or too large for the dtype
 
 
 def probe(chain: Chain, place: Place, vocabulary: int) -> Probe:
@@ -46,6 +47,9 @@ def probe(chain: Chain, place: Place, vocabulary: int) -> Probe:
         layer.eval()
     with torch.no_grad():
         own = _own_logits(chain, place, ids)
+        if not bool(torch.isfinite(own).all()):
+            message = f"{type(chain.model).__name__} gives logits that are no finite numbers"
+            return Probe(replay_equal=False, isolates=False, message=message, finite=False)
         error = _difference(_logits(chain, place, ids, (len(ids),)), own)
         if error > tolerance and chain.takes_positions:
             chain.takes_positions = False  # such a family counts from 2, say

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,11 +35,38 @@ def available_host_bytes() -> int:
     return 0
 
 
-def device_now_and_peak(device: torch.device) -> tuple[int, int]:
-    """Bytes held now and at most: allocated ones on a card, resident ones on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    return resident_bytes(), peak_resident_bytes()
+@dataclass(frozen=True, kw_only=True)
+class MemoryWatch:
+    """What a run holds on its device, beside what its plan counts: tensors, without Python's and torch's own share.
+
+    On a card that is what torch has allocated. On the CPU it is resident memory above what the process held when the
+    watch began, so it also shows what the heap has not given back.
+    """
+
+    device: torch.device
+    baseline_bytes: int
+
+    @classmethod
+    def begin(cls, device: torch.device) -> MemoryWatch:
+        """Start watching: before anything of the model is loaded."""
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            return cls(device=device, baseline_bytes=0)
+        _forget_peak()
+        return cls(device=device, baseline_bytes=resident_bytes())
+
+    def now_and_peak(self) -> tuple[int, int]:
+        """Bytes held now and at most since the watch began."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        now, peak = resident_bytes(), peak_resident_bytes()
+        return max(now - self.baseline_bytes, 0), max(peak - self.baseline_bytes, 0)
+
+
+def _forget_peak() -> None:
+    """Let the system's peak of resident memory start again at what is resident now (Linux; elsewhere it stays)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def free_device_bytes(device: torch.device) -> int:

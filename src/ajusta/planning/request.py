@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ajusta.blocks.optimizer import AdamWSettings
-from ajusta.data.order import Order, worst_step
-from ajusta.data.pack import lay_out, micro_batches
+from ajusta.data.demand import Demand
+from ajusta.data.order import Order
 from ajusta.engine.assemble import AdapterSpec
 from ajusta.engine.weights import WeightSource
 from ajusta.memory.dtypes import DTYPES
 from ajusta.planning.search import Request
 from ajusta.planning.trace import Subject
 from ajusta.spec.config import Config
-from ajusta.spec.data import Example, MicroBatch
+from ajusta.spec.data import Example
 from ajusta.spec.device import Machine
 
 
@@ -49,25 +47,11 @@ def make_request(
     config: Config,
     source: WeightSource,
     machine: Machine,
-    examples: Sequence[Example],
-    order: Order,
-    steps: int,
+    demand: Demand,
     *,
     with_savings: bool = False,
 ) -> Request:
     """Return what to plan for: this model on this machine, at the worst that this data will ask of it."""
-    packing = config.text.packing
-    longest = max(len(example) for example in examples)
-    heaviest = worst_step(order, longest, steps, packing=packing)
-
-    def batches(micro_tokens: int) -> tuple[MicroBatch, ...]:
-        chosen = [examples[index] for index in order.examples_of_step(heaviest.step)]
-        return micro_batches(chosen, micro_tokens, packing=packing)
-
-    def fullest(micro_tokens: int) -> MicroBatch:
-        worst = worst_step(order, micro_tokens, steps, packing=packing)
-        return lay_out([examples[index] for index in worst.fullest])
-
     return Request(
         subject=Subject(
             config=source.config,
@@ -77,23 +61,27 @@ def make_request(
             adapter=adapter_spec(config),
             optimizer=optimizer_settings(config),
         ),
-        batches=batches,
-        fullest=fullest,
-        step_tokens=heaviest.step_tokens,
-        longest=longest,
+        batches=demand.heaviest,
+        fullest=demand.fullest,
+        measured=demand.fullest_measured,
+        exam_tokens=demand.exam_tokens,
+        step_tokens=demand.heaviest_tokens,
+        longest=demand.longest,
         machine=machine,
         recompute=config.gradient_checkpointing,
         with_savings=with_savings,
-        micro_tokens=None if config.micro_batch == "auto" else config.micro_batch * longest,
+        micro_tokens=None if config.micro_batch == "auto" else config.micro_batch * demand.longest,
     )
 
 
-def imagined_examples(config: Config, vocabulary: int, limit: int | None) -> tuple[Example, ...]:
+def imagined_demand(config: Config, vocabulary: int, limit: int | None) -> Demand:
     """Return one step's worth of examples of full length, to plan for where no data is given."""
     length = min(config.max_length, limit or config.max_length)
     trained = np.ones(length, dtype=np.bool_)
     trained[0] = False
     ids = np.arange(length, dtype=np.int64) % vocabulary
-    return tuple(
+    examples = tuple(
         Example(ids=ids, trained=trained, source="imagined", example_id=number) for number in range(config.batch_size)
     )
+    order = Order(lengths=(length,) * len(examples), batch_size=config.batch_size, seed=config.seed)
+    return Demand(examples=examples, order=order, steps=1, packing=config.text.packing)

@@ -26,13 +26,15 @@ Batches = Callable[[int], tuple[MicroBatch, ...]]
 class Request:
     """What to plan for.
 
-    `batches(tokens)` cuts the data's own heaviest step into micro-batches of at most `tokens`; `fullest(tokens)` is the
-    fullest micro-batch of the whole run at that size.
+    `batches(tokens)` cuts the data's own heaviest step into micro-batches of at most `tokens`; `fullest(tokens)` and
+    `measured(tokens)` are the fullest micro-batch that is trained on and that is only measured, at that size.
     """
 
     subject: Subject
     batches: Batches
     fullest: Callable[[int], MicroBatch]
+    measured: Callable[[int], MicroBatch]
+    exam_tokens: int = 0  # of the longest exam question with its answer; 0 without an exam
     step_tokens: int  # of the fullest step
     longest: int  # tokens of the longest example: no micro-batch can be shorter
     machine: Machine
@@ -45,7 +47,7 @@ class Request:
 class _Candidate:
     rung: Rung
     step: PhasePeak
-    evaluation: PhasePeak
+    others: tuple[PhasePeak, ...]  # evaluation, exam
     cost: float
 
 
@@ -55,10 +57,13 @@ def search(request: Request) -> Plan:
     tracer = _Tracer(request, traced)
     budget = request.machine.budget_bytes
     candidates: list[_Candidate] = []
-    for tokens in _micro_sizes(request):
+    sizes = _micro_sizes(request)
+    for tokens in sizes:
         candidates += tracer.candidates(tokens)
         if any(c.rung.recompute_blocks == 0 and _need(c.rung.peak_bytes, traced) <= budget for c in candidates):
-            break  # nothing recomputed at the largest cut that fits: every smaller cut costs more
+            # Nothing recomputed at the largest cut that fits: every smaller one costs more. The last rung stays.
+            candidates += [tracer.least(sizes[-1])] if tokens != sizes[-1] else []
+            break
     fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced) <= budget]
     best = min(fitting, key=lambda c: (c.cost, -c.rung.micro_tokens)) if fitting else None
     taken = best or min(candidates, key=lambda c: c.rung.peak_bytes)
@@ -74,7 +79,7 @@ def search(request: Request) -> Plan:
         budget_bytes=budget,
         margin_bytes=margin(max(taken.rung.peak_bytes, traced.load.peak_bytes)),
         rungs=(taken.rung, *below),
-        phases=(traced.load, taken.step, taken.evaluation),
+        phases=(traced.load, taken.step, *taken.others),
         choices=_choices(request, taken, candidates, traced),
     )
     if request.with_savings:
@@ -97,21 +102,25 @@ class _Tracer:
 
     def __init__(self, request: Request, traced: Traced) -> None:
         self.request, self.traced = request, traced
-        self._evaluations: dict[int, PhasePeak] = {}
+        self._measured: dict[int, tuple[PhasePeak, ...]] = {}
         self.chunk = max(16, LOSS_BYTES // (2 * 4 * traced.model.chain.model.config.get_text_config().vocab_size))
 
     def candidates(self, micro_tokens: int) -> list[_Candidate]:
         """Trace one micro-batch size: no block recomputed, all, and where that helps the fewest that fit."""
-        blocks, wish = self.traced.blocks, self.request.recompute
-        if wish != "auto":
-            count = {"none": 0, "full": blocks}.get(str(wish), int(wish) if isinstance(wish, int) else 0)
-            return [self._trace(min(count, blocks), micro_tokens)]
-        most, least = self._trace(0, micro_tokens), self._trace(blocks, micro_tokens)
+        if self.request.recompute != "auto":
+            return [self.least(micro_tokens)]
+        most, least = self._trace(0, micro_tokens), self.least(micro_tokens)
         found = [most, least]
         budget = self.request.machine.budget_bytes
         if _need(most.rung.peak_bytes, self.traced) > budget >= _need(least.rung.peak_bytes, self.traced):
             found += self._between(most, least, micro_tokens)
         return found
+
+    def least(self, micro_tokens: int) -> _Candidate:
+        """Trace one micro-batch size with every block recomputed, or as many as the person wants."""
+        blocks, wish = self.traced.blocks, self.request.recompute
+        count = {"none": 0, "full": blocks, "auto": blocks}.get(str(wish), int(wish) if isinstance(wish, int) else 0)
+        return self._trace(min(count, blocks), micro_tokens)
 
     def _between(self, most: _Candidate, least: _Candidate, micro_tokens: int) -> list[_Candidate]:
         """Find the fewest recomputed blocks that fit. The peak falls nearly evenly with their number: guess by that."""
@@ -138,17 +147,21 @@ class _Tracer:
         fullest = self.request.fullest(micro_tokens)
         rung = Rung(recompute_blocks=recompute, micro_tokens=micro_tokens, loss_chunk=self.chunk, peak_bytes=0)
         step = self.traced.step((fullest,), rung)
-        evaluation = self._evaluation(fullest, rung)
-        rung = replace(rung, peak_bytes=max(step.peak_bytes, evaluation.peak_bytes))
+        others = self._others(rung)
+        rung = replace(rung, peak_bytes=max(phase.peak_bytes for phase in (step, *others)))
         batches = self.request.batches(micro_tokens)
         cost = relative_cost(rung, self.traced.blocks, batches, self.request.subject.bits)
-        return _Candidate(rung=rung, step=step, evaluation=evaluation, cost=cost)
+        return _Candidate(rung=rung, step=step, others=others, cost=cost)
 
-    def _evaluation(self, fullest: MicroBatch, rung: Rung) -> PhasePeak:
-        """Trace an evaluation once a micro-batch size: no policy changes it."""
-        if rung.micro_tokens not in self._evaluations:
-            self._evaluations[rung.micro_tokens] = self.traced.evaluate(fullest, rung)
-        return self._evaluations[rung.micro_tokens]
+    def _others(self, rung: Rung) -> tuple[PhasePeak, ...]:
+        """Trace evaluation and exam once a micro-batch size: no policy changes them."""
+        tokens, exam = rung.micro_tokens, self.request.exam_tokens
+        if tokens not in self._measured:
+            phases = [self.traced.evaluate(self.request.measured(tokens), rung)]
+            if exam:
+                phases.append(self.traced.answer(max(1, tokens // exam), exam))
+            self._measured[tokens] = tuple(phases)
+        return self._measured[tokens]
 
 
 def relative_cost(rung: Rung, blocks: int, batches: Sequence[MicroBatch], bits: str) -> float:

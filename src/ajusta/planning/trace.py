@@ -10,10 +10,11 @@ from transformers import PretrainedConfig
 
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
 from ajusta.engine.assemble import AdapterSpec, Assembled, assemble
+from ajusta.engine.generate import new_cache, next_logits
 from ajusta.engine.phases import adopt_model, loss_only, make_optimizer, run_step
 from ajusta.engine.skeleton import build_skeleton
 from ajusta.engine.weights import TensorInfo, WeightSource
-from ajusta.memory.place import CountingPlace
+from ajusta.memory.place import Category, CountingPlace
 from ajusta.spec.data import MicroBatch
 from ajusta.spec.plan import PhasePeak, Rung
 
@@ -89,6 +90,19 @@ class Traced:
             ledger.start_over()
             loss_only(self.model.chain, self.place, micro, rung.loss_chunk)
         return self._peak("evaluate")
+
+    def answer(self, rows: int, tokens: int) -> PhasePeak:
+        """Trace an exam: `rows` questions side by side, `tokens` long with their answers."""
+        chain = self.model.chain
+        with self.place.counting() as ledger:
+            ledger.start_over()
+            cache = new_cache(chain)
+            valid = self.place.empty(rows, tokens - 1, dtype=torch.bool, category=Category.TEMPORARY)
+            ids = self.place.empty(rows, tokens - 1, dtype=torch.int64, category=Category.TEMPORARY)
+            next_logits(chain, ids, valid, cache)
+            valid = self.place.empty(rows, tokens, dtype=torch.bool, category=Category.TEMPORARY)
+            next_logits(chain, ids[:, :1], valid, cache)
+        return self._peak("exam")
 
     def _peak(self, phase: str) -> PhasePeak:
         assert self.place.ledger is not None

@@ -14,8 +14,8 @@ import torch
 
 from ajusta.base.units import GIB, show_bytes
 from ajusta.memory.dtypes import DTYPES
-from ajusta.stages.device import find_device
-from ajusta.stages.speed import layer_rate, matmul_rate
+from ajusta.stages.device import choose_dtype, find_device
+from ajusta.stages.speed import matmul_rate
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "bitsandbytes")
 
@@ -34,13 +34,13 @@ def look_around() -> tuple[Finding, ...]:
     """Return what is here, measured where it can be."""
     device, found = find_device("auto")
     rates = {name: matmul_rate(DTYPES[name], device) for name in ("fp32", "bf16")}
-    fastest = max(rates, key=lambda name: rates[name])
+    dtype, because = choose_dtype("auto", device)
     findings = [
         Finding(name="python", value=platform.python_version()),
         Finding(name="device", value=f"{found.kind}: {found.name}", **_card_missing(found.kind)),
         Finding(name="memory", value=f"{show_bytes(found.free_bytes)} free of {show_bytes(found.total_bytes)}"),
         *(Finding(name=f"speed in {name}", value=f"{rate / 1e9:.0f} GFLOP/s") for name, rate in rates.items()),
-        Finding(name="dtype", value=f"{fastest}, the fastest here"),
+        Finding(name="dtype", value=f"{dtype}, {because}"),
         _disk(),
         Finding(
             name="network",

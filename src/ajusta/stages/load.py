@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from ajusta.base.errors import UserError
+from ajusta.base.errors import ModelError, NumbersGoneBad, UserError
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
 from ajusta.engine.adapter_files import load_into, read_adapter, save_adapter
 from ajusta.engine.assemble import AdapterSpec, Assembled, assemble
 from ajusta.engine.phases import make_optimizer
+from ajusta.engine.probe import probe
 from ajusta.engine.skeleton import build_skeleton
 from ajusta.memory.dtypes import DTYPES
 from ajusta.memory.place import Place, RealPlace
@@ -107,6 +108,44 @@ def fill_adapters(loaded: Loaded, folder: Path) -> None:
         ModelError: it belongs to another model; counts and an example say how it differs.
     """
     load_into(loaded.model.adapters, read_adapter(folder))
+
+
+def check_chain(loaded: Loaded, base: Base, *, longest: int, packing: bool) -> None:
+    """Ask the loaded model if the way it was taken apart is right, and if this data can pass through it.
+
+    Args:
+        loaded: the model on its place.
+        base: what it was loaded from.
+        longest: tokens of the longest example.
+        packing: whether several examples share a row.
+
+    Raises:
+        NumbersGoneBad: the model's own logits are not finite.
+        ModelError: the chain does not give the model's own logits.
+        UserError: the model cannot keep the examples of a row apart, or takes no example that long.
+    """
+    chain = loaded.model.chain
+    found = probe(chain, loaded.place, base.config.get_text_config().vocab_size)
+    if not found.finite:
+        cure = "fetch the model again" if chain.dtype == torch.float32 else "try --set dtype=fp32, or fetch it again"
+        raise NumbersGoneBad(
+            f"{found.message}; expected finite ones; the weights are damaged, or too large for {chain.dtype}: {cure}"
+        )
+    if not found.replay_equal:
+        raise ModelError(
+            f"{base.reference} cannot be trained: {found.message}; expected the model's own logits; please report "
+            f"the model type {base.config.model_type!r}"
+        )
+    if packing and not found.isolates:
+        raise UserError(
+            f"{base.reference} cannot take several examples in one row: {found.message}; expected one example a row; "
+            f"add --set text.packing=false"
+        )
+    if chain.exact_up_to is not None and longest > chain.exact_up_to:
+        raise UserError(
+            f"the longest example has {longest} tokens; expected at most {chain.exact_up_to}, the sliding window of "
+            f"{base.reference}, which is not applied to this family yet; add --set max_length={chain.exact_up_to}"
+        )
 
 
 def optimizer_for(loaded: Loaded, settings: AdamWSettings) -> FlatAdamW:

@@ -35,8 +35,10 @@ class Rehearsal:
         return max(phase.measured_bytes or 0 for phase in self.phases)
 
 
-def rehearse(loaded: Loaded, optimizer: FlatAdamW, plan: Plan, fullest: MicroBatch) -> Rehearsal:
+def rehearse(loaded: Loaded, optimizer: FlatAdamW, plan: Plan, fullest: MicroBatch, measured: MicroBatch) -> Rehearsal:
     """Run the step and the evaluation that the plan was made for, counting every allocation.
+
+    `fullest` is the fullest micro-batch that is trained on, `measured` the fullest whose loss is only taken.
 
     Raises:
         NumbersGoneBad: an adapter got no gradient, or the loss is not finite.
@@ -56,7 +58,7 @@ def rehearse(loaded: Loaded, optimizer: FlatAdamW, plan: Plan, fullest: MicroBat
         step = _measure("train", began, planned, ledger.peak.live_bytes)
         ledger.start_over()
         began = time.monotonic()
-        loss_only(model.chain, place, fullest, plan.rung.loss_chunk)
+        loss_only(model.chain, place, measured, plan.rung.loss_chunk)
         evaluation = _measure("evaluate", began, planned, ledger.peak.live_bytes)
     for buffer in (optimizer.first, optimizer.second, optimizer.updates):
         buffer.zero_()

@@ -24,10 +24,11 @@ def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def layer_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the tokens/s of a decoder layer's forward and input gradient in `dtype`, frozen weights, the best of a few."""
+    """Return the tokens/s of a frozen decoder layer's forward and input gradient in `dtype`, the best of a few."""
 
     def weight(rows: int, columns: int) -> Tensor:
-        return (torch.randn(rows, columns, device=device) / columns**0.5).to(dtype)
+        scaled: Tensor = torch.randn(rows, columns, device=device).div_(columns**0.5)
+        return scaled.to(dtype)
 
     qkv, out = weight(3 * HIDDEN, HIDDEN), weight(HIDDEN, HIDDEN)
     gate_up, down = weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER)

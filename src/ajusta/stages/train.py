@@ -23,7 +23,7 @@ from ajusta.data.pack import micro_batches
 from ajusta.engine.assemble import Assembled
 from ajusta.engine.phases import run_step
 from ajusta.engine.step import StepResult
-from ajusta.memory.measure import device_now_and_peak
+from ajusta.memory.measure import MemoryWatch
 from ajusta.memory.place import Place
 from ajusta.spec.config import Config
 from ajusta.spec.data import Example, MicroBatch
@@ -51,6 +51,7 @@ class Job:
     checkpoints: Path
     identity: dict[str, str]
     save_best: Callable[[], Path]
+    watch: MemoryWatch
     started: float  # of the whole command, time.monotonic()
 
 
@@ -144,7 +145,7 @@ def _advance(progress: Progressed, result: StepResult, seconds: float) -> Progre
 
 
 def _told(job: Job, progress: Progressed, result: StepResult, rate: float, began: float, all_tokens: int) -> StepDone:
-    now, peak = device_now_and_peak(job.place.device)
+    now, peak = job.watch.now_and_peak()
     return StepDone(
         step=progress.step,
         total_steps=job.total_steps,

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ajusta.base.errors import UserError
-from ajusta.data.exam import Question, read_exam
+from ajusta.data.chat import chat_prompt_ids
+from ajusta.data.demand import Demand
+from ajusta.data.exam import GRADED_TOKENS, Question, read_exam
 from ajusta.data.general import general_rows
-from ajusta.data.order import Order, worst_step
-from ajusta.data.pack import lay_out, micro_batches
+from ajusta.data.order import Order
+from ajusta.data.pack import micro_batches
 from ajusta.data.prepare import Prepared, prepare
 from ajusta.data.readers import Reading, read
 from ajusta.spec.config import Config
@@ -46,23 +48,21 @@ class Work:
     prepared: Prepared
     general: tuple[Example, ...]
     exams: tuple[Exam, ...]
-    order: Order
-    total_steps: int
-    packing: bool
+    demand: Demand
 
     @property
-    def examples(self) -> tuple[Example, ...]:
-        """What is trained on."""
-        return self.prepared.train
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.demand.steps
 
-    def fullest(self, micro_tokens: int) -> MicroBatch:
-        """Return the fullest micro-batch of the whole run."""
-        worst = worst_step(self.order, micro_tokens, self.total_steps, packing=self.packing)
-        return lay_out([self.prepared.train[index] for index in worst.fullest])
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example, trained on or measured."""
+        return max(len(example) for example in (*self.demand.examples, *self.demand.measured))
 
     def batches(self, examples: tuple[Example, ...], micro_tokens: int) -> tuple[MicroBatch, ...]:
         """Cut examples into micro-batches, for an evaluation."""
-        return micro_batches(examples, micro_tokens, packing=self.packing)
+        return micro_batches(examples, micro_tokens, packing=self.demand.packing)
 
     def identity(self, config: Config, base: Base) -> dict[str, str]:
         """Return what a saved state belongs to: every setting that matters by its name, the data, the base."""
@@ -95,14 +95,26 @@ def read_work(config: Config, base: Base, *, all_heldout: bool = False) -> Work:
     order = Order(
         lengths=tuple(len(example) for example in prepared.train), batch_size=config.batch_size, seed=config.seed
     )
-    return Work(
-        prepared=prepared,
-        general=general_examples(config, base),
-        exams=read_exams(config.exam),
+    general, exams = general_examples(config, base), read_exams(config.exam)
+    demand = Demand(
+        examples=prepared.train,
         order=order,
-        total_steps=config.steps or config.epochs * order.steps_per_epoch,
+        steps=config.steps or config.epochs * order.steps_per_epoch,
         packing=config.text.packing,
+        measured=(*prepared.heldout, *general),
+        exam_tokens=_longest_answer(exams, config, base),
     )
+    return Work(prepared=prepared, general=general, exams=exams, demand=demand)
+
+
+def _longest_answer(exams: tuple[Exam, ...], config: Config, base: Base) -> int:
+    """Return the tokens of the longest exam question with its answer."""
+    prompts = [
+        chat_prompt_ids(base.tokenizer, [{"role": "user", "content": question.question}], system=config.text.system)
+        for exam in exams
+        for question in exam.questions
+    ]
+    return max(map(len, prompts)) + GRADED_TOKENS if prompts else 0
 
 
 def prepare_data(config: Config, base: Base) -> Prepared:
