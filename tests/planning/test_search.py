@@ -76,7 +76,7 @@ def by_brute_force(what: Subject, chunk: int, sizes: list[int]) -> list[Tried]:
             peak = max(step, traced.evaluate(fullest(tokens), rung).peak_bytes)
             whole = max(peak, traced.load.peak_bytes)
             cost = relative_cost(rung, traced.blocks, batches(tokens), what.bits)
-            tried.append(Tried(dataclasses.replace(rung, peak_bytes=peak), whole + margin(whole), cost))
+            tried.append(Tried(dataclasses.replace(rung, peak_bytes=peak), whole + margin(whole, "cpu"), cost))
     return tried
 
 
@@ -224,8 +224,8 @@ def test_full_fine_tuning_counts_each_weight_once(llama: Subject) -> None:
 
 
 def test_the_margin_grows_with_the_peak() -> None:
-    assert margin(0) == MARGIN_FIXED
-    assert margin(100 * GIB) == MARGIN_FIXED + 3 * GIB
+    assert margin(0, "cpu") == MARGIN_FIXED
+    assert margin(100 * GIB, "cuda") == MARGIN_FIXED + 3 * GIB
 
 
 def test_a_request_is_a_noun(llama: Subject) -> None:

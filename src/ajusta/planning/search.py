@@ -16,7 +16,9 @@ from ajusta.spec.device import Machine
 from ajusta.spec.plan import Choice, PhasePeak, Plan, Rung, Saving
 
 LOSS_BYTES = 32 * MIB  # what a chunk of logits may take: enough rows for a fast product, small beside a block
-MARGIN_SHARE, MARGIN_FIXED = 0.03, 32 * MIB  # allocator rounding; oneDNN's and MKL's own buffers
+# Kept free beside the tensors: libraries' own buffers, and what the allocator cannot give back. glibc's heap was seen
+# to hold up to 0.21 of the peak in freed blocks (LAB.md); on a card it is rounding.
+MARGIN_FIXED, MARGIN_SHARE = 48 * MIB, {"cpu": 0.22, "cuda": 0.03}
 DEQUANTIZE_TOKENS = 60  # one pass over quantized weights costs about as much as this many tokens' products
 
 Batches = Callable[[int], tuple[MicroBatch, ...]]
@@ -55,16 +57,17 @@ def search(request: Request) -> Plan:
     """Return the fastest plan within the budget; if none fits, the smallest one, marked so, with the ways out."""
     traced = Traced(request.subject)
     tracer = _Tracer(request, traced)
-    budget = request.machine.budget_bytes
+    budget, kind = request.machine.budget_bytes, request.machine.device.kind
     candidates: list[_Candidate] = []
     sizes = _micro_sizes(request)
     for tokens in sizes:
-        candidates += tracer.candidates(tokens)
-        if any(c.rung.recompute_blocks == 0 and _need(c.rung.peak_bytes, traced) <= budget for c in candidates):
-            # Nothing recomputed at the largest cut that fits: every smaller one costs more. The last rung stays.
-            candidates += [tracer.least(sizes[-1])] if tokens != sizes[-1] else []
+        fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced, kind) <= budget]
+        if fitting and tracer.cheapest_cost(tokens) >= min(c.cost for c in fitting):
+            # Even with nothing recomputed this cut costs more, and every smaller one too. The last rung stays.
+            candidates.append(tracer.least(sizes[-1]))
             break
-    fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced) <= budget]
+        candidates += tracer.candidates(tokens)
+    fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced, kind) <= budget]
     best = min(fitting, key=lambda c: (c.cost, -c.rung.micro_tokens)) if fitting else None
     taken = best or min(candidates, key=lambda c: c.rung.peak_bytes)
     below = sorted(
@@ -77,31 +80,31 @@ def search(request: Request) -> Plan:
         bits=request.subject.bits,
         blocks=traced.blocks,
         budget_bytes=budget,
-        margin_bytes=margin(max(taken.rung.peak_bytes, traced.load.peak_bytes)),
+        margin_bytes=margin(max(taken.rung.peak_bytes, traced.load.peak_bytes), request.machine.device.kind),
         rungs=(taken.rung, *below),
         phases=(traced.load, taken.step, *taken.others),
         choices=_choices(request, taken, candidates, traced),
     )
     if request.with_savings:
-        plan = replace(plan, savings=_savings(request, taken))
+        plan = replace(plan, savings=_savings(request, taken, traced))
     return plan if plan.fits else replace(plan, ways_out=_ways_out(request, plan))
 
 
-def margin(peak_bytes: int) -> int:
+def margin(peak_bytes: int, kind: str) -> int:
     """Return what is kept free beside a peak of tensors."""
-    return MARGIN_FIXED + int(peak_bytes * MARGIN_SHARE)
+    return MARGIN_FIXED + int(peak_bytes * MARGIN_SHARE[kind])
 
 
-def _need(peak_bytes: int, traced: Traced) -> int:
+def _need(peak_bytes: int, traced: Traced, kind: str) -> int:
     peak = max(peak_bytes, traced.load.peak_bytes)
-    return peak + margin(peak)
+    return peak + margin(peak, kind)
 
 
 class _Tracer:
     """Traces rungs of one request; what was traced is not traced again."""
 
     def __init__(self, request: Request, traced: Traced) -> None:
-        self.request, self.traced = request, traced
+        self.request, self.traced, self.kind = request, traced, request.machine.device.kind
         self._measured: dict[int, tuple[PhasePeak, ...]] = {}
         self.chunk = max(16, LOSS_BYTES // (2 * 4 * traced.model.chain.model.config.get_text_config().vocab_size))
 
@@ -112,9 +115,16 @@ class _Tracer:
         most, least = self._trace(0, micro_tokens), self.least(micro_tokens)
         found = [most, least]
         budget = self.request.machine.budget_bytes
-        if _need(most.rung.peak_bytes, self.traced) > budget >= _need(least.rung.peak_bytes, self.traced):
+        needs = [_need(c.rung.peak_bytes, self.traced, self.kind) for c in (most, least)]
+        if needs[0] > budget >= needs[1]:
             found += self._between(most, least, micro_tokens)
         return found
+
+    def cheapest_cost(self, micro_tokens: int) -> float:
+        """Return what a step would cost at this micro-batch size if no block had to be recomputed."""
+        rung = Rung(recompute_blocks=0, micro_tokens=micro_tokens, loss_chunk=self.chunk, peak_bytes=0)
+        bits = self.request.subject.bits
+        return relative_cost(rung, self.traced.blocks, self.request.batches(micro_tokens), bits)
 
     def least(self, micro_tokens: int) -> _Candidate:
         """Trace one micro-batch size with every block recomputed, or as many as the person wants."""
@@ -128,7 +138,7 @@ class _Tracer:
         found: list[_Candidate] = []
         while high.rung.recompute_blocks - low.rung.recompute_blocks > 1:
             middle = self._trace(self._guess(low.rung, high.rung), micro_tokens)
-            if _need(middle.rung.peak_bytes, self.traced) <= self.request.machine.budget_bytes:
+            if _need(middle.rung.peak_bytes, self.traced, self.kind) <= self.request.machine.budget_bytes:
                 high = middle
                 found.append(middle)
             else:
@@ -138,8 +148,8 @@ class _Tracer:
     def _guess(self, low: Rung, high: Rung) -> int:
         """Return the number of blocks, strictly between, at which a straight line meets the budget."""
         span = high.recompute_blocks - low.recompute_blocks
-        over = _need(low.peak_bytes, self.traced) - self.request.machine.budget_bytes
-        fall = _need(low.peak_bytes, self.traced) - _need(high.peak_bytes, self.traced)
+        over = _need(low.peak_bytes, self.traced, self.kind) - self.request.machine.budget_bytes
+        fall = _need(low.peak_bytes, self.traced, self.kind) - _need(high.peak_bytes, self.traced, self.kind)
         steps = -(-span * over // max(fall, 1))
         return low.recompute_blocks + min(max(steps, 1), span - 1)
 
@@ -213,15 +223,14 @@ def _choices(request: Request, taken: _Candidate, candidates: list[_Candidate], 
     )
 
 
-def _savings(request: Request, taken: _Candidate) -> tuple[Saving, ...]:
+def _savings(request: Request, taken: _Candidate, traced: Traced) -> tuple[Saving, ...]:
     """Trace the taken step again with each technique left out, the others as they are."""
     rung, peak = taken.rung, taken.rung.peak_bytes
     fullest = request.fullest(rung.micro_tokens)
     savings = []
-    same = Traced(request.subject)
-    kept = same.step((fullest,), replace(rung, recompute_blocks=0)).peak_bytes
+    kept = traced.step((fullest,), replace(rung, recompute_blocks=0)).peak_bytes
     savings.append(Saving(technique="gradient checkpointing", bytes_without=kept, bytes_with=peak))
-    full = full_fine_tuning_bytes(same) + peak
+    full = full_fine_tuning_bytes(traced) + peak
     savings.append(Saving(technique="LoRA", bytes_without=full, bytes_with=peak))
     if request.subject.bits != "none":
         plain = Traced(replace(request.subject, bits="none")).step((fullest,), rung).peak_bytes
