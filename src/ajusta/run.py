@@ -313,7 +313,7 @@ def _ahead(ready: _Ready, progress: Progressed, seconds_per_token: float) -> Ahe
         evaluate_every=config.evaluate_every if work.prepared.heldout else 0,
         save_every=config.save_every,
         seconds_per_token=seconds_per_token,
-        planned_bytes=ready.plan.peak_bytes,
+        planned_bytes=ready.plan.need_bytes,
     )
 
 
@@ -326,7 +326,7 @@ def _train(ready: _Ready, phases: Phases, seconds_per_token: float) -> Trained:
     if progress.step:
         phases.note(f"going on from step {progress.step} of {ready.work.total_steps}")
         phases.tell(_ahead(ready, progress, seconds_per_token))
-    with phases.phase("train", planned_bytes=ready.plan.peak_bytes):
+    with phases.phase("train", planned_bytes=ready.plan.need_bytes):
         job = Job(
             config=config,
             model=loaded.model,

@@ -250,13 +250,13 @@ def full_fine_tuning_bytes(traced: Traced) -> int:
 
 def _ways_out(request: Request, plan: Plan) -> tuple[str, ...]:
     """Name what would make it fit; these change what is learned or what is given, so they are only proposed."""
-    need = plan.peak_bytes + plan.margin_bytes
+    need = plan.need_bytes
     ways = [f"--memory {-(-need // MIB)}MiB   (what it needs)"]
     if request.subject.bits == "none":
         ways.append("--bits nf4   (frozen weights in 4 bits)")
     elif request.subject.bits == "int8":
         ways.append("--bits nf4   (4 bits instead of 8)")
-    ways.append(f"--set max_length={max(64, request.longest // 2)}   (shorter pieces of text)")
+    ways.append(f"--set max_length={max(8, request.longest // 2)}   (shorter pieces of text)")
     if request.subject.adapter is not None and request.subject.adapter.rank > 4:
         ways.append(f"--set lora.r={request.subject.adapter.rank // 2}   (a smaller adapter)")
     return tuple(ways[:3])

@@ -73,15 +73,20 @@ class Plan:
         return max(phase.peak_bytes for phase in self.phases)
 
     @property
+    def need_bytes(self) -> int:
+        """What the run is expected to hold at most: the peak of its tensors and the margin beside them."""
+        return self.peak_bytes + self.margin_bytes
+
+    @property
     def fullest(self) -> PhasePeak:
         """The phase with that moment."""
         return max(self.phases, key=lambda phase: phase.peak_bytes)
 
     def sentence(self) -> str:
         """Say in one line whether it fits."""
-        need, budget = show_bytes(self.peak_bytes + self.margin_bytes), show_bytes(self.budget_bytes)
+        need, budget = show_bytes(self.need_bytes), show_bytes(self.budget_bytes)
         fullest = f"fullest in the phase {self.fullest.phase!r}"
         if self.fits:
             return f"fits: {need} of {budget}, {fullest}"
-        missing = show_bytes(self.peak_bytes + self.margin_bytes - self.budget_bytes)
+        missing = show_bytes(self.need_bytes - self.budget_bytes)
         return f"does not fit: {need} needed, {budget} given, {missing} missing, {fullest}"
