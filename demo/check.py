@@ -64,7 +64,7 @@ def checks() -> list[tuple[str, list[str]]]:
     asked = [row["messages"][0]["content"] for row in rows]
     told = [row["messages"][1]["content"] for row in rows]
     used = [n for f in trained for n in f["rows"]]
-    both = list(zip(trained + untrained, exam + exam_docs))
+    both = list(zip(trained + untrained, exam + exam_docs, strict=True))
     ids = [f"f{n:02d}" for n in range(1, 41)] + [f"d{n:02d}" for n in range(1, 13)]
     twins = [n for n in docs if n.endswith(".es.txt")]
     spanish = [n for n, q in enumerate(asked, 1) if "¿" in q]
@@ -86,7 +86,7 @@ def checks() -> list[tuple[str, list[str]]]:
     check("45-80 words in every document",
           [f"{n}: {len(t.split())}" for n, t in docs.items() if not 45 <= len(t.split()) <= 80])
     texts = docs | {"general.txt": forgetting}
-    texts |= {f"row {n}": q + a for n, (q, a) in enumerate(zip(asked, told), 1)}
+    texts |= {f"row {n}": q + a for n, (q, a) in enumerate(zip(asked, told, strict=True), 1)}
     check("ASCII, or Spanish letters in Spanish texts",
           [f"{n}: {c!r}" for n, t in texts.items() for c in sorted(set(t))
            if not (c.isascii() or (c in SPANISH_LETTERS and (".es." in n or "¿" in t)))])

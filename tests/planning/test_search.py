@@ -168,7 +168,7 @@ def test_what_does_not_fit_says_so_and_offers_three_ways_out(llama: Subject, bit
     assert not plan.fits and len(plan.ways_out) == 3
     assert plan.sentence().startswith("does not fit:") and "missing" in plan.sentence()
     assert plan.ways_out[1].startswith("--bits nf4") == (bits != "nf4")
-    assert f"max_length={max(64, max(LENGTHS) // 2)}" in "".join(plan.ways_out)
+    assert f"max_length={max(8, max(LENGTHS) // 2)}" in "".join(plan.ways_out)
     given = re.match(r"--memory (\S+)", plan.ways_out[0])
     assert given is not None
     assert search(request(what, parse_bytes(given[1]))).fits  # the first way out is true

@@ -50,7 +50,7 @@ class Config(Settings):
     exam: Paths = setting((), "Question files that are asked before and after", expects="one path or a list of paths")
     memory: Size = setting("auto", "Memory that the run may use", unit="bytes", expects="auto, or a size such as 10GiB")
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "Where to compute")
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "Numbers to compute in; auto takes bf16 where a layer is measured 1.25 times as fast")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "Numbers to compute in; auto measures")
     bits: Literal["none", "int8", "nf4"] = setting("none", "How the frozen weights are stored: as is, 8 or 4 bits")
     gradient_checkpointing: Recompute = setting(
         "auto",
