@@ -1,6 +1,6 @@
 """Every causal type of transformers, taken apart: what is derived, and why the others are not.
 
-The floors were found by a trial before the code was written, and are not to be lowered. `-s` shows one line for each type.
+The floors were found by a trial before the code was written, and are not lowered. `-s` shows a line for each type.
 """
 
 from __future__ import annotations
