@@ -192,7 +192,7 @@ def demo_model() -> Path | None:
 def test_the_demo_model_s_ids_are_llama_cpp_s():
     path = demo_model()
     if path is None:
-        pytest.skip("no demo model: run `make demo`, or set AJUSTA_DEMO_MODEL to SmolLM2-135M-Instruct.Q4_1.gguf")
+        pytest.fail("no demo model: run `make demo`, or set AJUSTA_DEMO_MODEL to SmolLM2-135M-Instruct.Q4_1.gguf")
     recorded = json.loads((Path(__file__).parent / "smollm_ids.json").read_text())
     tokenizer = tokenizer_from_gguf(read_header(path).metadata, str(path))
     assert len(recorded["rows"]) >= 20

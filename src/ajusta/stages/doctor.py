@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ajusta.base.units import GIB, show_bytes
+from ajusta.blocks.bitsandbytes_kernels import kernel_choice
 from ajusta.memory.dtypes import DTYPES
 from ajusta.stages.device import choose_dtype, find_device
 from ajusta.stages.speed import matmul_rate
@@ -41,6 +42,7 @@ def look_around() -> tuple[Finding, ...]:
         Finding(name="memory", value=f"{show_bytes(found.free_bytes)} free of {show_bytes(found.total_bytes)}"),
         *(Finding(name=f"speed in {name}", value=f"{rate / 1e9:.0f} GFLOP/s") for name, rate in rates.items()),
         Finding(name="dtype", value=f"{dtype}, {because}"),
+        Finding(name="NF4 kernel", value=kernel_choice(device.type)),
         _disk(),
         Finding(
             name="network",
