@@ -2,6 +2,7 @@
 
     python bench/demo_score.py --seeds 0 1 2          the demo as it is
     python bench/demo_score.py --control --seeds 0    each fact's rows carry another fact's answers; none is left true
+    ... --control --documents                         the same, beside the documents, which still tell the truth
 
 The control shows that the exam measures what was learned from the rows, not what could be guessed. Each run is the
 command itself in a process of its own; minutes each on two cores.
@@ -41,14 +42,15 @@ def exchanged_archive(folder: Path) -> Path:
     return archive
 
 
-def run(seed: int, control: bool) -> dict[str, object]:
+def run(seed: int, control: bool, documents: bool) -> dict[str, object]:
     """Train and examine once; return the scores, the tokens and the seconds."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "run"
         words = [sys.executable, "-m", "ajusta", "train", "--config", str(DEMO / "demo.yaml"), "--out", str(out)]
         words += ["--set", f"seed={seed}"]
         if control:
-            words += ["--data", str(exchanged_archive(Path(place)))]
+            archive = exchanged_archive(Path(place))
+            words += ["--data", str(archive if documents else archive / "conversations.jsonl")]
         began = time.monotonic()
         subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         record = json.loads((out / "record.json").read_text("utf-8"))
@@ -56,6 +58,7 @@ def run(seed: int, control: bool) -> dict[str, object]:
     return {
         "seed": seed,
         "control": control,
+        "true_documents": documents or not control,
         "cpu": processor_name(),
         **scores,
         "tokens": record["trained"]["tokens"],
@@ -69,9 +72,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--control", action="store_true", help="exchange the answers between facts")
+    parser.add_argument("--documents", action="store_true", help="leave the true documents in the control")
     chosen = parser.parse_args()
     for seed in chosen.seeds:
-        print(json.dumps(run(seed, chosen.control), ensure_ascii=False), flush=True)
+        print(json.dumps(run(seed, chosen.control, chosen.documents), ensure_ascii=False), flush=True)
 
 
 if __name__ == "__main__":
