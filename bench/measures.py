@@ -5,14 +5,21 @@ The sides run in processes of their own; the nouns below are what travels betwee
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 
 # glibc keeps freed memory by default, which makes a peak RSS mostly its own; both sides run with these.
 ENVIRONMENT = {
@@ -88,6 +95,11 @@ def peak_resident_bytes() -> int:
     return _status("VmHWM")
 
 
+def resident_file_bytes() -> int:
+    """Return what of it mirrors files, such as libraries' code (RssFile): shared, and given back at need."""
+    return _status("RssFile")
+
+
 def _status(field: str) -> int:
     match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
     assert match is not None, "Linux tells this of every process"
@@ -107,3 +119,22 @@ def cpu_name() -> str:
     name = found.get("model name", platform.processor() or platform.machine())
     kind = f" (family {found['cpu family']} model {found['model']})" if "cpu family" in found else ""
     return f"{name}{kind}, {cores()} cores"
+
+
+def commit() -> str:
+    """Return the commit that is measured, marked where the tree differs from it."""
+    git = ["git", "--no-optional-locks", "-C", str(ROOT)]
+    found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    if found.returncode:
+        return "unknown"
+    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
+    return found.stdout.strip() + ("-dirty" if changed.strip() else "")
+
+
+def keep(rows: Sequence[dict[str, Any]], bench: str) -> Path:
+    """Write the rows of a bench into bench/results/, under its name, their processor and commit."""
+    slug = re.sub(r"[^a-z0-9]+", "-", rows[0]["cpu"].lower()).strip("-")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{bench}-{slug}-{rows[0]['commit']}.json"
+    path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    return path

@@ -13,9 +13,7 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,11 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measures import ENVIRONMENT, Case, Job, Resident, Rung, Step, cores, cpu_name
+from measures import ENVIRONMENT, ROOT, Case, Job, Resident, Rung, Step, commit, cores, cpu_name, keep
 from side import Side, SideError
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 SIDES = ("ours", "stock")
 MIB = 1024 * 1024
 LONG_TOKENS = 512  # above this many tokens a step, the loss curve is only as long as the timed steps
@@ -79,13 +75,13 @@ def main() -> int:
         text = _elsewhere("make", asked.model, folder, enough)
         _say(f"text: {text}")
         for case in cases:
-            row = {**asdict(case), "cpu": cpu_name(), "commit": _commit(), "text": text}
+            row = {**asdict(case), "cpu": cpu_name(), "commit": commit(), "text": text}
             row |= _compare(case, asked.model, folder, lengths, asked.profile)
             rows.append(row)
             _say(_line(row))
     print(json.dumps(rows, indent=2) if asked.json else _table(rows))
     if asked.keep:
-        _say(f"kept: {_keep(rows)}")
+        _say(f"kept: {keep(rows, 'versus_peft')}")
     return 1 if any("ours" not in row for row in rows) else 0
 
 
@@ -233,16 +229,6 @@ def _side_figures(case: Case, taken: Taken, timed: slice) -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
-    """Return the commit that was measured, marked where the tree differs from it."""
-    git = ["git", "--no-optional-locks", "-C", str(ROOT)]
-    found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
-    if found.returncode:
-        return "unknown"
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False).stdout
-    return found.stdout.strip() + ("-dirty" if changed.strip() else "")
-
-
 def _line(row: dict[str, Any]) -> str:
     """Return one row as a person reads it."""
     start = f"{row['tokens']:>6}  {row['dtype']}  {row['bits']:<4}  {row['checkpointing']}"
@@ -270,14 +256,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "tokens  dtype bits  ckpt   speed  tokens/s         allocated MiB           peak RSS MiB            loss\n"
     )
     return head + "\n".join(_line(row) for row in rows)
-
-
-def _keep(rows: list[dict[str, Any]]) -> Path:
-    slug = re.sub(r"[^a-z0-9]+", "-", rows[0]["cpu"].lower()).strip("-")
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"versus_peft-{slug}-{rows[0]['commit']}.json"
-    path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    return path
 
 
 def _say(text: str) -> None:

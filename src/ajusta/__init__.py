@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ajusta.base.errors import AjustaError, DoesNotFit, UserError
-    from ajusta.run import evaluate, export, finetune, load, plan
+    from ajusta.look import plan
+    from ajusta.run import evaluate, export, finetune, load
     from ajusta.spec.config import Config, load_config
 
 __version__ = "0.1.0"
@@ -43,7 +44,7 @@ _HOME = {
     "export": "ajusta.run",
     "finetune": "ajusta.run",
     "load": "ajusta.run",
-    "plan": "ajusta.run",
+    "plan": "ajusta.look",
 }
 
 

@@ -2,7 +2,7 @@
 
     read -> decide -> load -> rehearse -> measure -> train -> measure -> keep
 
-This is the only place where deciding (planning/) and doing (stages/) meet.
+Here deciding (planning/) and doing (stages/) meet; look.py is for questions that need no run.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from ajusta.base.errors import DoesNotFit
 from ajusta.base.events import Ahead, Listener, Progress, Saved, silent
 from ajusta.base.units import show_bytes
 from ajusta.blocks.optimizer import FlatAdamW
-from ajusta.data.show import colour_segments, token_histogram
 from ajusta.data.tokenizer import save_tokenizer
 from ajusta.engine.adapter_files import read_adapter
 from ajusta.memory.measure import MemoryWatch
-from ajusta.planning.request import adapter_spec, imagined_demand, make_request, optimizer_settings
+from ajusta.planning.request import adapter_spec, make_request, optimizer_settings
 from ajusta.planning.search import Request, search
 from ajusta.spec.config import Config, load_config
 from ajusta.spec.device import Machine
 from ajusta.spec.plan import Plan
-from ajusta.spec.record import LookedAt, Measured, Record, Results, Trained
+from ajusta.spec.record import Measured, Record, Results, Trained
 from ajusta.stages.answer import Speaker
 from ajusta.stages.base import Base, open_base
 from ajusta.stages.checkpoint import Progressed, load_newest, require_same
 from ajusta.stages.device import environment, look_at_machine
-from ajusta.stages.doctor import Finding, look_around
 from ajusta.stages.earlier import plan_as_before, read_earlier
 from ajusta.stages.export import export_adapter, export_merged, require_form
 from ajusta.stages.folder import RunFolder, open_finished, open_for_training, write_json, write_text, write_whole
@@ -51,7 +49,7 @@ from ajusta.stages.measure import Measuring, measure, measure_after, measure_bef
 from ajusta.stages.phases import Phases
 from ajusta.stages.rehearse import rehearse
 from ajusta.stages.train import Job, train
-from ajusta.stages.work import Work, prepare_data, read_work
+from ajusta.stages.work import Work, read_work
 
 
 def finetune(config: Config, listener: Listener = silent, *, resume: bool = False) -> Record:
@@ -80,25 +78,6 @@ def finetune(config: Config, listener: Listener = silent, *, resume: bool = Fals
         trained = _train(ready, phases, pace)
         after = measure_after(ready.measuring(), phases, trained)
         return _keep_record(ready, trained, (before, after), phases)
-
-
-def plan(config: Config, listener: Listener = silent) -> Plan:
-    """Say what a run would take and how it would be made to fit, without running it.
-
-    Without data, a step of full-length examples is planned for.
-
-    Raises:
-        UserError: a setting, the data or the model cannot be used.
-    """
-    phases = Phases(listener)
-    base = open_base(config)
-    _, machine = look_at_machine(config)
-    if config.data:
-        demand = read_work(config, base).demand
-    else:
-        demand = imagined_demand(config, base.config.get_text_config().vocab_size, base.position_limit)
-        phases.note(f"no data given: planned for {config.batch_size} examples of {demand.longest} tokens a step")
-    return search(make_request(config, base.source, machine, demand, with_savings=True))
 
 
 def load(folder: Path | str, listener: Listener = silent) -> Speaker:
@@ -141,7 +120,7 @@ def evaluate(
     config = config.model_copy(update={"exam": tuple(exams) or config.exam})
     work = read_work(config, base, all_heldout=bool(data))
     loaded = _load_tuned(config, base, place, listener)
-    rung = search(make_request(config, base.source, look_at_machine(config)[1], work.demand)).rung
+    rung = search(make_request(config, base.config, base.source, look_at_machine(config)[1], work.demand)).rung
     measuring = Measuring(loaded=loaded, base=base, work=work, rung=rung, system=config.text.system, folder=place)
     results = measure(measuring, Phases(listener), when="after")
     return Measured(results=results, adapter=str(place.adapter))
@@ -167,26 +146,6 @@ def export(folder: Path | str, out: Path | None = None, form: str = "adapter", l
     base = tuned_base(load_config(place.config), place)
     adapter = read_adapter(place.adapter)
     return export_merged(base, adapter, target, lambda done, total: listener(_progress("export", done, total)))
-
-
-def look_at_data(config: Config, listener: Listener = silent) -> LookedAt:
-    """Read the data as a run would and account for it: what was read, dropped and why, one example in pieces.
-
-    Raises:
-        DataError: nothing in the data can be trained on.
-    """
-    base = open_base(config)
-    prepared = prepare_data(config, base)
-    return LookedAt(
-        summary=prepared.summary,
-        histogram=tuple(token_histogram(prepared.summary)),
-        sample=tuple(colour_segments(prepared.train[0], base.tokenizer)),
-    )
-
-
-def doctor(listener: Listener = silent) -> tuple[Finding, ...]:
-    """Look at this machine: what is here, what is missing, what to do about it."""
-    return look_around()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +205,7 @@ def _decide(config: Config, folder: RunFolder, phases: Phases) -> _Decided:
         device, machine = look_at_machine(config, earlier.config.dtype if earlier else None)
         config = config.model_copy(update={"dtype": machine.dtype, "revision": base.revision})
         require_same(folder.checkpoints, work.identity(config, base))
-        request = make_request(config, base.source, machine, work.demand, with_savings=True)
+        request = make_request(config, base.config, base.source, machine, work.demand, with_savings=True)
         made = plan_as_before(earlier, config, lambda *shape: search(_shaped(request, *shape)))
         phases.tell_plan(made)
     if not made.fits:

@@ -16,7 +16,7 @@ from ajusta.base.events import Listener, Note
 from ajusta.cli.main import main
 from ajusta.spec.config import Config
 from ajusta.spec.data import DataSummary, Dropped
-from ajusta.spec.plan import Choice, PhasePeak, Plan, Rung
+from ajusta.spec.plan import Choice, Longest, OnCard, PhasePeak, Plan, Rung
 
 SUMMARY = DataSummary(
     files=1,
@@ -90,9 +90,21 @@ class FakeRun:
         listener(Note(text="fp32, because it is the fastest here"))
         return FakeRecord()
 
-    def plan(self, config: Config, listener: Listener) -> Plan:
-        self._called("plan", config)
+    def plan(self, config: Config, listener: Listener, *, gpu: str | None) -> Plan:
+        self._called("plan", config, gpu)
         return make_plan(self.fits)
+
+    def plan_on_cards(self, config: Config, listener: Listener) -> tuple[OnCard, ...]:
+        self._called("plan_on_cards", config)
+        return (OnCard(card="small", plan=make_plan(False)), OnCard(card="large", plan=make_plan(self.fits)))
+
+    def longest_context(self, config: Config, listener: Listener, *, gpu: str | None) -> Longest:
+        self._called("longest_context", config, gpu)
+        return Longest(tokens=70_016, limit=2048, plan=make_plan(True))
+
+    def largest_model(self, config: Config, listener: Listener, *, gpu: str | None) -> tuple[str, Plan]:
+        self._called("largest_model", config, gpu)
+        return "some-3b", make_plan(True)
 
     def evaluate(
         self, folder: Path, listener: Listener, *, data: tuple[Path, ...], exams: tuple[Path, ...]
@@ -118,8 +130,8 @@ class FakeRun:
         self._called("look_at_data", config)
         return FakePrepared()
 
-    def doctor(self, listener: Listener) -> list[FakeFinding]:
-        self._called("doctor")
+    def doctor(self, listener: Listener, *, measure: bool) -> list[FakeFinding]:
+        self._called("doctor", measure)
         cure = "pip install 'ajusta[fast]'"
         return [FakeFinding(name="device", value="cpu"), FakeFinding(name="x", value="-", problem="absent", cure=cure)]
 
@@ -129,6 +141,8 @@ def fake_run(monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     fake = FakeRun()
     monkeypatch.setitem(sys.modules, "ajusta.run", types.ModuleType("ajusta.run"))
     monkeypatch.setattr(ajusta, "run", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "ajusta.look", types.ModuleType("ajusta.look"))
+    monkeypatch.setattr(ajusta, "look", fake, raising=False)
     return fake
 
 

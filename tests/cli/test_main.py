@@ -125,8 +125,10 @@ def test_evaluate_export_plan_data_doctor(
     assert json.loads(capsys.readouterr().out)["summary"]["files"] == 1
     assert typed("doctor") == 0
     assert "do: pip install 'ajusta[fast]'" in capsys.readouterr().out
+    assert typed("doctor", "--measure") == 0
+    assert [given for name, given in fake_run.calls if name == "doctor"] == [(False,), (True,)]
     names = [name for name, _ in fake_run.calls]
-    assert names == ["evaluate", "export", "plan", "plan", "look_at_data", "look_at_data", "doctor"]
+    assert names == ["evaluate", "export", "plan", "plan", "look_at_data", "look_at_data", "doctor", "doctor"]
     assert fake_run.calls[0][1] == (Path("r"), (Path("a"),), (Path("e"),))
 
 

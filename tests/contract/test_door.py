@@ -36,7 +36,7 @@ OPTIONS = {
     "evaluate": "--data --exam --json",
     "export": "--format --out",
     "plan": "--bits --config --data --json --max-length --memory --model --set",
-    "doctor": "--json",
+    "doctor": "--json --measure",
     "data": "--json --max-length --model --set",
 }
 HEAVY = ["torch", "transformers", "numpy", "pydantic", "rich", "yaml", "huggingface_hub"]

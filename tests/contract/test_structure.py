@@ -25,6 +25,7 @@ FLOORS = {
     "stages": 5,
     "report": 5,
     "run": 6,
+    "look": 6,
     "cli": 7,
     "": 7,  # ajusta/__init__.py, the public door
     "__main__": 8,

@@ -172,7 +172,7 @@ def traced_table() -> str:
         )
         traced = Traced(subject)
         micro = lay_out(imagined_demand(config, SHAPE["vocab_size"], 512).examples)
-        assert traced.optimizer.count == 4_884_480
+        assert traced.adapter_parameters == 4_884_480
         for recompute in (0, 30):
             rung = Rung(recompute_blocks=recompute, micro_tokens=512, loss_chunk=chunk, peak_bytes=0)
             peak = traced.step((micro,), rung)

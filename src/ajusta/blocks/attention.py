@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ajusta.base.errors import ModelError
+from ajusta.memory.ledger import device_kind
 
 ATTENTION_NAME = "ajusta"
 # What may come as a tensor among the options: the two that are used, and two that are of no concern to attention.
@@ -229,7 +230,7 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
 def _flash_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: AttentionBias) -> Any:
     added = bias.matrix(query.shape[2], query)
-    if query.device.type == "cuda":
+    if device_kind(query.device) == "cuda":
         return _cuda_forward(query, key, value, scale, added)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, True, attn_mask=added, scale=scale
@@ -247,7 +248,7 @@ def _flash_backward(
     bias: AttentionBias,
 ) -> Any:
     added = bias.matrix(query.shape[2], query)
-    if query.device.type == "cuda":
+    if device_kind(query.device) == "cuda":
         return _cuda_backward(grad, query, key, value, out, log_sum, scale, added)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, out, log_sum, 0.0, True, attn_mask=added, scale=scale

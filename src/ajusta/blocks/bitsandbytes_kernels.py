@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ajusta.blocks import nf4_codes
+from ajusta.memory.ledger import declare_work
+from ajusta.memory.roofline import Work, kernel_name
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TRIAL_SHAPE = (1536, 576)  # a projection of a small model: 3.4 MiB in fp32
@@ -44,6 +46,9 @@ def expand_nf4(packed: Tensor, scales_b: Tensor, num_rows: int, num_columns: int
     On `meta` the result alone is made, as on a device.
     """
     if packed.is_meta:
+        count = num_rows * num_columns
+        moved = packed.nbytes + scales_b.nbytes + count * dtype.itemsize
+        declare_work(Work(bytes=moved, kernel=kernel_name("nf4", dtype), numbers=count))
         return torch.empty(num_rows, num_columns, dtype=dtype, device=packed.device)
     shape = (num_rows, num_columns)
     dense: Tensor = torch.ops.bitsandbytes.dequantize_4bit.default(

@@ -39,6 +39,14 @@ def _product(gate: Tensor, up: Tensor, act: nn.Module) -> Tensor:
     return active.mul_(up) if active is not gate else active * up
 
 
+def gated_product(gate: Tensor, up: Tensor, act: nn.Module) -> Tensor:
+    """Return act(gate) * up, two tensors of one shape; only they are kept, and the product leaves its recipe."""
+    product: Tensor = _GatedProduct.apply(gate, up, act)
+    kept_gate, kept_up = gate.detach(), up.detach()
+    remember(product, lambda: _product(kept_gate, kept_up, act))
+    return product
+
+
 class GatedMlp(nn.Module):
     """y [..., H] of x [..., H]; holds the replaced module's own layers under their own names."""
 
@@ -51,11 +59,7 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(act(gate(x)) * up(x))."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        product: Tensor = _GatedProduct.apply(gate, up, self.act_fn)
-        kept_gate, kept_up = gate.detach(), up.detach()
-        remember(product, lambda: _product(kept_gate, kept_up, self.act_fn))
-        y: Tensor = self.down_proj(product)
+        y: Tensor = self.down_proj(gated_product(self.gate_proj(x), self.up_proj(x), self.act_fn))
         return y
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ajusta.base.errors import ModelError
 from ajusta.blocks.storage import Storage, refuse_infinite, row_tiles, take
+from ajusta.memory.ledger import declare_work
+from ajusta.memory.roofline import Work, kernel_name
 
 _PER_127 = 7.874015718698502e-3  # 1/127 as bitsandbytes writes it: the same rounding, the same bits
 _TILE_CPU, _TILE_ELSEWHERE = 1 << 20, 1 << 22  # weights; fp32 scratch of a 16-bit result: 4 MiB, 16 MiB
@@ -44,7 +46,7 @@ class Int8(Storage):
         num_rows, num_columns = weight_OI.shape
         CB = torch.empty(num_rows, num_columns, dtype=torch.int8, device=weight_OI.device)
         SCB = torch.empty(num_rows, dtype=torch.float32, device=weight_OI.device)
-        for start, stop in row_tiles(num_rows, 12 * num_columns):
+        for start, stop in row_tiles(num_rows, 12 * num_columns, weight_OI.device):
             tile = weight_OI[start:stop].to(torch.float32, copy=True)
             torch.amax(tile.abs(), dim=1, out=SCB[start:stop])
             scale_O = SCB[start:stop].reciprocal().mul_(127.0)  # what 127 / SCB means in torch: the same last bit
@@ -72,11 +74,16 @@ class Int8(Storage):
         """Return `weight`, `SCB` and `weight_format` (0: row-major)."""
         return {"weight": self.CB, "SCB": self.SCB, "weight_format": torch.tensor(0, dtype=torch.uint8)}
 
+    def constants(self) -> tuple[Tensor, ...]:
+        """Return the scale of each row."""
+        return (self.SCB,)
+
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return W[start:stop] as `dtype`, new: multiplied in fp32 (fp64 for fp64), rounded once."""
         dense = torch.empty(stop - start, self.in_features, dtype=dtype, device=self.CB.device)
         if dense.is_meta:
             _scratch(dense, self._tile_rows())
+            _declare_tiles(dense, self._tile_rows())
             return dense
         for first in range(start, stop, self._tile_rows()):
             last = min(first + self._tile_rows(), stop)
@@ -100,3 +107,19 @@ def _scratch(dense: Tensor, tile_rows: int) -> None:
     """Allocate on `meta` what the tile loop would hold for a moment."""
     if dense.dtype != torch.float32:
         torch.empty(min(tile_rows, len(dense)), dense.shape[1], dtype=torch.float32, device=dense.device)
+
+
+def _declare_tiles(dense: Tensor, tile_rows: int) -> None:
+    """Declare the tiles that are not walked: widen the codes, scale twice, and round 16-bit results."""
+    count, rows = dense.numel(), len(dense)
+    moved, calls = 1 + 4 + 8 + 8, 3
+    if dense.dtype != torch.float32:
+        moved, calls = moved + 4 + dense.itemsize, 4
+    declare_work(
+        Work(
+            bytes=count * moved + 4 * rows,
+            operations=calls * -(-rows // tile_rows),
+            kernel=kernel_name("int8", dense.dtype),
+            numbers=count,
+        )
+    )

@@ -108,7 +108,8 @@ class LoraLinear(nn.Module):
     def restart(self, generator: torch.Generator, device: torch.device) -> None:
         """Draw A anew, put B to zero, and keep both on `device` (a layer made on `meta` gets its numbers by this)."""
         bound = 1 / math.sqrt(self.in_features)
-        drawn = torch.empty(self.rank, self.in_features).uniform_(-bound, bound, generator=generator)
+        drawn = torch.empty(self.rank, self.in_features, device="meta" if device.type == "meta" else "cpu")
+        drawn.uniform_(-bound, bound, generator=None if drawn.is_meta else generator)
         lora_A = drawn.to(device=device, dtype=self.lora_A.dtype)
         lora_B = torch.zeros(self.out_features, self.rank, dtype=self.lora_B.dtype, device=device)
         self.lora_A, self.lora_B = nn.Parameter(lora_A), nn.Parameter(lora_B)
@@ -147,7 +148,7 @@ class LoraLinear(nn.Module):
         """
         storage, wide = self.base.storage, self.lora_A.dtype
         merged = torch.empty(self.out_features, self.in_features, dtype=dtype, device=storage.device)
-        for start, stop in row_tiles(self.out_features, 2 * self.in_features * wide.itemsize):
+        for start, stop in row_tiles(self.out_features, 2 * self.in_features * wide.itemsize, merged.device):
             tile = torch.addmm(storage.rows(start, stop, wide), self.lora_B[start:stop], self.lora_A, alpha=self.scale)
             merged[start:stop].copy_(tile)
         return merged
@@ -185,7 +186,7 @@ class _Kept:
 
     def tiles(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Yield (tokens, their mask of ones and zeros as `dtype` [t, I], to be written over)."""
-        for start, stop in row_tiles(len(self.keys_T), self.num_features * MASK_BYTES):
+        for start, stop in row_tiles(len(self.keys_T), self.num_features * MASK_BYTES, self.keys_T.device):
             yield slice(start, stop), keep_mask(self.keys_T[start:stop], self.num_features, self.probability, dtype)
 
 
@@ -206,7 +207,7 @@ def _sum_outer(left_TM: Tensor, right_TN: Tensor, dtype: torch.dtype, kept: _Kep
         return torch.mm(left_TM.t(), right_TN).to(dtype)
     total = torch.zeros(left_TM.shape[1], right_TN.shape[1], dtype=wide, device=left_TM.device)
     if kept is None:
-        for start, stop in row_tiles(len(left_TM), sum(total.shape) * wide.itemsize):
+        for start, stop in row_tiles(len(left_TM), sum(total.shape) * wide.itemsize, left_TM.device):
             total.addmm_(left_TM[start:stop].to(wide).t(), right_TN[start:stop].to(wide))
     else:
         for tokens, mask in kept.tiles(wide):

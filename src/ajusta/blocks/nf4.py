@@ -9,7 +9,7 @@ expands instead (same bits, less scratch).
 
 Memory of expanding (`dequantize_workspace_bytes`): the fp32 scales (n / 16 bytes, twice that while they are made), the
 result, and on the plain road an index (and for 16-bit results an fp32 tile) of one tile, which the bitsandbytes road
-does without. On `meta` the allocations of the road that `planned_on` would take are made, without walking the tiles.
+does without. On `meta` the same is allocated as on the device that it stands for, and no tile is walked.
 
 Rounding. Given the same scales the 4-bit codes equal bitsandbytes' bit for bit, and so do the expanded weights. The
 8-bit absmax codes are the nearest ones, as its generic and CUDA roads choose them; its CPU kernel looks them up in 2^16
@@ -31,6 +31,7 @@ from ajusta.base.errors import ModelError
 from ajusta.blocks import bitsandbytes_kernels, nf4_codes
 from ajusta.blocks.nf4_codes import BLOCK, NESTED_BLOCK
 from ajusta.blocks.storage import Storage, refuse_infinite, take
+from ajusta.memory.abridge import turns
 
 STATE_KEY = "weight.quant_state.bitsandbytes__nf4"
 _QUANTIZE_TILE = 1 << 19  # weights; five fp32 temporaries of it are 10 MiB
@@ -76,7 +77,7 @@ class Nf4(Storage):
         count, device = num_rows * num_columns, weight_OI.device
         packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=device)
         scales_b = torch.empty(-(-count // BLOCK), dtype=torch.float32, device=device)
-        for start in range(0, count, _QUANTIZE_TILE):
+        for start in turns(range(0, count, _QUANTIZE_TILE), device):
             stop = min(start + _QUANTIZE_TILE, count)
             numbers = _numbers(weight_OI, start, stop)
             codes = nf4_codes.encode_tile(numbers, scales_b[start // BLOCK : -(-stop // BLOCK)])
@@ -128,6 +129,11 @@ class Nf4(Storage):
             tensors["weight.nested_quant_map"] = self.nested_map.clone()
         tensors[STATE_KEY] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
         return tensors
+
+    def constants(self) -> tuple[Tensor, ...]:
+        """Return scales, nested scales and tables."""
+        nested = [] if self.nested_absmax is None or self.offset is None else [self.nested_absmax, self.offset]
+        return (self.absmax, *nested, self.pairs, self.nested_map)
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return W[start:stop] as `dtype`, new: multiplied in fp32, rounded once. Up to 2^14 more weights are made."""

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ajusta.memory.ledger import declare_work
+from ajusta.memory.roofline import Work, kernel_name
+
 BLOCK, NESTED_BLOCK = 64, 256
 # The 16 values of a normal distribution's quantiles, as published in QLoRA, appendix E.
 NF4_VALUES = (
@@ -108,6 +111,7 @@ def expand_plain(packed: Tensor, scales_b: Tensor, pairs: Tensor, dtype: torch.d
     index = torch.empty(tile // 2, dtype=torch.int32, device=packed.device)
     wide = None if dtype == torch.float32 else torch.empty(tile, dtype=torch.float32, device=packed.device)
     if packed.is_meta:
+        _declare_tiles(count, tile, dtype)
         return numbers
     words = pairs.view(torch.float64).view(-1)
     for start in range(0, count, tile):
@@ -119,6 +123,21 @@ def expand_plain(packed: Tensor, scales_b: Tensor, pairs: Tensor, dtype: torch.d
         if wide is not None:
             numbers[start:stop].copy_(place)
     return numbers
+
+
+def _declare_tiles(count: int, tile: int, dtype: torch.dtype) -> None:
+    """Declare the tiles that are not walked: widen the codes, look the pairs up, scale, and round 16-bit results."""
+    moved, calls = 0.5 + 2 + 2 + 4 + 4 + 4 + 4, 3
+    if dtype != torch.float32:
+        moved, calls = moved + 4 + dtype.itemsize, 4
+    declare_work(
+        Work(
+            bytes=int(count * moved) + 4 * (count // BLOCK),
+            operations=calls * -(-count // tile),
+            kernel=kernel_name("nf4", dtype),
+            numbers=count,
+        )
+    )
 
 
 def scratch_bytes(count: int, dtype: torch.dtype, device_type: str) -> int:

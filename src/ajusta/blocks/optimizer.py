@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ajusta.memory.abridge import turns
 from ajusta.memory.place import Category, Place
 
 CHUNK = 1 << 18  # values: about 1 MiB of fp32 per temporary
@@ -71,7 +72,7 @@ class FlatAdamW:
         count = torch.clamp(self.updates, min=1.0)
         correct_first = (1.0 - settings.beta1**count).to(self.grads.dtype)
         correct_second = (1.0 - settings.beta2**count).to(self.grads.dtype)
-        for start in range(0, self.count, CHUNK):
+        for start in turns(range(0, self.count, CHUNK), self.grads.device):
             cut = slice(start, min(start + CHUNK, self.count))
             self._update(cut, factor, finite, correct_first, correct_second, learning_rate)
         self.grads.zero_()

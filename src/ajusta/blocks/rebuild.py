@@ -72,6 +72,9 @@ def rebuilding() -> Iterator[None]:
             yield
     finally:
         _kitchen.reset(token)
+        # Autograd holds the kitchen as long as it holds a tensor: a recipe left in it would keep its tensors too, until
+        # another storage takes the address under which it is known, so sooner or later by chance.
+        kitchen.known.clear()
 
 
 def remember(output: Tensor, recipe: Recipe) -> None:
@@ -91,14 +94,13 @@ def remember_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> No
 
 
 class _Activation(torch.autograd.Function):
-    """An element-wise activation that keeps its input alone and is differentiated by running it again."""
+    """A cheap function that keeps its input alone and is differentiated by running it again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, act: nn.Module) -> Tensor:
+    def forward(ctx: Any, x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.act = act
-        result: Tensor = act(x)
-        return result
+        return act(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -107,6 +109,14 @@ class _Activation(torch.autograd.Function):
             x = kept.detach().requires_grad_(True)
             (grad,) = torch.autograd.grad(ctx.act(x), x, grads[0])
         return grad, None
+
+
+def recomputed(x: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return act(x), a cheap function without parameters; only x is kept, and the result leaves its recipe."""
+    y: Tensor = _Activation.apply(x, act)
+    kept = x.detach()
+    remember(y, lambda: act(kept))
+    return y
 
 
 class RecomputedActivation(nn.Module):
@@ -118,7 +128,4 @@ class RecomputedActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return act(x)."""
-        y: Tensor = _Activation.apply(x, self.act)
-        kept = x.detach()
-        remember(y, lambda: self.act(kept))
-        return y
+        return recomputed(x, self.act)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ajusta.blocks.rebuild import rebuilding
+from ajusta.memory.ledger import Category, booking
 
 RunBlock = Callable[[Tensor], Tensor]
 
@@ -86,7 +87,8 @@ class RecomputedIsland:
         """Run the block again, this time with the graph on, then differentiate it."""
         now = _random_state(self.hidden.device)
         _restore(self.hidden.device, self.random_state)
-        island = Keep().forward(self.run, self.hidden, self.wants_grad)
+        with booking(Category.RECOMPUTE):
+            island = Keep().forward(self.run, self.hidden, self.wants_grad)
         _restore(self.hidden.device, now)
         return island.backward(grad)
 

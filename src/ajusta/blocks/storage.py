@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ajusta.base.errors import ModelError
+from ajusta.memory.abridge import turns
+from ajusta.memory.ledger import Category, booking, device_kind
 
 TILE_BYTES = 16 << 20  # temporaries of a tile loop stay under this, whatever the weight
 
@@ -27,7 +29,6 @@ class Storage(nn.Module, ABC):
     """A frozen weight W [O, I] in some format. All of its tensors are frozen parameters or buffers."""
 
     kind: str  # none | int8 | nf4
-    planned_on: str = "cpu"  # the kind of device that a `meta` storage stands for: temporaries differ by it
     out_features: int
     in_features: int
 
@@ -43,9 +44,14 @@ class Storage(nn.Module, ABC):
     def workspace_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes that `dense(dtype)` holds at its peak, its result included (0: a view of the storage)."""
 
+    def constants(self) -> tuple[Tensor, ...]:
+        """Return the tensors beside the codes that a format needs: scales and tables."""
+        return ()
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return W as `dtype` [O, I], a temporary. It may be a view of the storage: read it only."""
-        return self.rows(0, self.out_features, dtype)
+        with booking(Category.DEQUANTIZED):
+            return self.rows(0, self.out_features, dtype)
 
     def matmul(self, x_TI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """Return x W^T (+ bias) [T, O] in x's dtype; always a new tensor, which the caller may write into."""
@@ -70,9 +76,8 @@ class Storage(nn.Module, ABC):
 
     @property
     def device_type(self) -> str:
-        """The kind of device whose temporaries are to be made: the weight's own, or `planned_on` on `meta`."""
-        kind = self.device.type
-        return self.planned_on if kind == "meta" else kind
+        """The kind of device whose temporaries are to be made: the weight's own, or what `meta` stands for."""
+        return device_kind(self.device)
 
     def extra_repr(self) -> str:
         """Show what a person looks for in a printed model."""
@@ -108,10 +113,10 @@ class Dense(Storage):
         return 0 if dtype == self.weight.dtype else self.weight.numel() * dtype.itemsize
 
 
-def row_tiles(num_rows: int, bytes_per_row: int) -> Iterator[tuple[int, int]]:
-    """Cut `num_rows` into (start, stop) pairs of at most TILE_BYTES each, at least one row at a time."""
+def row_tiles(num_rows: int, bytes_per_row: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Cut `num_rows` into (start, stop) pairs of at most TILE_BYTES each, at least one row; few of them on `meta`."""
     step = max(1, TILE_BYTES // max(1, bytes_per_row))
-    for start in range(0, num_rows, step):
+    for start in turns(range(0, num_rows, step), device):
         yield start, min(start + step, num_rows)
 
 

@@ -1,4 +1,4 @@
-"""What the command line asks of `ajusta.run`: one function a command. A type, so that the two cannot drift apart."""
+"""What the command line asks of `ajusta.run` and `ajusta.look`, as types, so that they cannot drift apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 from ajusta.base.events import Listener
 from ajusta.report.show import Finding, LookedAt, Outcome
 from ajusta.spec.config import Config
-from ajusta.spec.plan import Plan
+from ajusta.spec.plan import Longest, OnCard, Plan
 
 
 class Speaker(Protocol):
@@ -27,12 +27,7 @@ class Run(Protocol):
     def finetune(self, config: Config, listener: Listener, *, resume: bool) -> Outcome:
         """Train and return the record."""
 
-    def plan(self, config: Config, listener: Listener) -> Plan:
-        """Return the plan."""
-
-    def evaluate(
-        self, folder: Path, listener: Listener, *, data: tuple[Path, ...], exams: tuple[Path, ...]
-    ) -> Outcome:
+    def evaluate(self, folder: Path, listener: Listener, *, data: tuple[Path, ...], exams: tuple[Path, ...]) -> Outcome:
         """Measure and examine a tuned model again."""
 
     def export(self, folder: Path, out: Path | None, form: str, listener: Listener) -> Path:
@@ -41,11 +36,27 @@ class Run(Protocol):
     def chat(self, folder: Path, listener: Listener) -> Speaker:
         """Load a tuned model for answering."""
 
+
+class Look(Protocol):
+    """The functions of `ajusta.look`."""
+
+    def plan(self, config: Config, listener: Listener, *, gpu: str | None) -> Plan:
+        """Return the plan, for this machine or for a card."""
+
+    def plan_on_cards(self, config: Config, listener: Listener) -> tuple[OnCard, ...]:
+        """Return the plan for every card that is known."""
+
+    def longest_context(self, config: Config, listener: Listener, *, gpu: str | None) -> Longest:
+        """Return the longest example that fits."""
+
+    def largest_model(self, config: Config, listener: Listener, *, gpu: str | None) -> tuple[str, Plan]:
+        """Return the largest known model that fits, and its plan."""
+
     def look_at_data(self, config: Config, listener: Listener) -> LookedAt:
         """Read the data and account for it."""
 
-    def doctor(self, listener: Listener) -> Sequence[Finding]:
-        """Look at the machine."""
+    def doctor(self, listener: Listener, *, measure: bool) -> Sequence[Finding]:
+        """Look at the machine, and time it where that is wanted."""
 
 
 def the_run() -> Run:
@@ -53,10 +64,22 @@ def the_run() -> Run:
 
     This process is ours alone, so its heap is set to give freed memory back, before torch is there.
     """
+    _bound_the_heap()
+    import ajusta.run as run
+
+    return run
+
+
+def the_look() -> Look:
+    """Return the module `ajusta.look`, in the same way."""
+    _bound_the_heap()
+    import ajusta.look as look
+
+    return look
+
+
+def _bound_the_heap() -> None:
     from ajusta.memory.heap import limit_kernel_caches, return_freed_memory
 
     limit_kernel_caches()
     return_freed_memory()
-    import ajusta.run as run
-
-    return run

@@ -127,9 +127,7 @@ def train(
 @app.command()
 def chat(
     folder: FolderArgument,
-    question: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Ask this and leave; may repeat.")
-    ] = None,
+    question: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ask this and leave; may repeat.")] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(metavar="X", min=0.0, help="0 for always the likeliest word.")] = 0.0,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Where chance starts from.")] = 0,
@@ -188,41 +186,48 @@ def export(
 
 @app.command()
 def plan(
-    model: ModelOption = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="MODEL", help="As for train, or a config.json, or a known name."),
+    ] = None,
     data: DataOption = None,
     config: ConfigOption = None,
     memory: MemoryOption = None,
+    gpu: Annotated[str | None, typer.Option(metavar="CARD", help="Plan for this card, such as 'RTX 3060'.")] = None,
     bits: BitsOption = None,
     max_length: LengthOption = None,
     set_: SetOption = None,
+    all_gpus: Annotated[bool, typer.Option("--all-gpus", help="One line for each card that is known.")] = False,
+    max_context: Annotated[bool, typer.Option("--max-context", help="The longest text that fits.")] = False,
+    largest_model: Annotated[bool, typer.Option("--largest-model", help="The largest known model that fits.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what a run would take, and how it would be made to fit."""
+    from ajusta.cli.questions import Question, ask
     from ajusta.cli.settings import make_config
 
+    asked = Question.of(all_gpus=all_gpus, max_context=max_context, largest_model=largest_model, gpu=gpu)
     flags = {"model": model, "data": data, "memory": memory, "bits": bits, "max_length": max_length}
-    settings = make_config(config, flags, set_ or (), required=("model",))
-    from ajusta.cli.door import the_run
-    from ajusta.report.plans import plan_facts, plan_text
-
-    with progress() as listener:
-        made = the_run().plan(settings, listener)
-    if as_json:
-        say_json(plan_facts(made))
-    else:
-        say(plan_text(made, unicode=speaks_unicode()))
-    if not made.fits:
+    required = () if asked is Question.LARGEST_MODEL else ("model",)
+    settings = make_config(config, flags, set_ or (), required=required)
+    fits = ask(asked, settings, gpu, as_json=as_json)
+    if not fits:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    as_json: JsonOption = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time the device for later plans, and keep the figures.")
+    ] = False,
+) -> None:
     """Look at this machine: what is here, what is missing, what to do about it."""
-    from ajusta.cli.door import the_run
+    from ajusta.cli.door import the_look
     from ajusta.report.show import doctor_text
 
     with progress() as listener:
-        findings = the_run().doctor(listener)
+        findings = the_look().doctor(listener, measure=measure)
     if as_json:
         say_json(findings)
     else:
@@ -242,11 +247,11 @@ def data(
 
     flags = {"data": paths, "model": model, "max_length": max_length}
     settings = make_config(None, flags, set_ or (), required=("model", "data"))
-    from ajusta.cli.door import the_run
+    from ajusta.cli.door import the_look
     from ajusta.report.show import data_text
 
     with progress() as listener:
-        seen = the_run().look_at_data(settings, listener)
+        seen = the_look().look_at_data(settings, listener)
     if as_json:
         say_json({"summary": seen.summary, "histogram": seen.histogram, "sample": seen.sample})
     else:

@@ -6,7 +6,7 @@ is read: the same code books the same tensors on `meta`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,14 @@ class AdapterSpec:
     exclude: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fitting:
+    """What belongs to which part of a model, settled before a byte is moved."""
+
+    targets: Targets
+    stored: Mapping[str, str]  # the model's tensor name -> its name in the source; empty without one
+
+
 @dataclass(kw_only=True)
 class Assembled:
     """A model ready to be trained or asked; its parts are keyed by the model's own paths, in its order."""
@@ -64,6 +72,7 @@ def assemble(
     dtype: torch.dtype,
     bits: str,
     adapter: AdapterSpec | None,
+    fitting: Fitting | None = None,
     loaded: Callable[[int, int], None] = lambda done, total: None,
 ) -> Assembled:
     """Fill a skeleton from `source` (None on a counting place) and adapt it; the skeleton is used up.
@@ -75,18 +84,21 @@ def assemble(
         dtype: what the model computes in, and what unquantized weights are stored in.
         bits: `none`, `int8` or `nf4`, for the linears of the decoder blocks; routers stay in `dtype`.
         adapter: which linears get an adapter, and its settings; None for a plain model.
+        fitting: what `fit` said of the model, where it was asked before; an excerpt needs what it said of the whole.
         loaded: told (tensors done, tensors in all).
 
     Raises:
         ModelError: the source lacks a tensor, or holds one that the model has no place for.
         UserError: a wrong target name, or no linear is left to adapt.
     """
-    targets = _targets(skeleton, adapter)
-    reader = _Reader(skeleton, source, place, dtype, loaded)
+    fitting = fitting or fit(skeleton, source, adapter)
+    targets = fitting.targets
+    reader = _Reader(skeleton, source, place, dtype, fitting.stored, loaded)
     linears: dict[str, FrozenLinear] = {}
     adapters: dict[str, LoraLinear] = {}
     beside = None if adapter is None else _Adapters(adapter, place)
     for number, (path, module) in enumerate(skeleton.linears.items()):
+        place.mark("load", skeleton.chain.block_of(path))
         is_router, is_adapted = path in targets.routers, path in targets.adapted
         if is_router and not is_adapted:
             continue  # the model's own module stays, filled with all the rest
@@ -107,6 +119,22 @@ def assemble(
         module_paths=tuple(dict.fromkeys(name.rpartition(".")[0] for name in skeleton.slots)),
         loose=frozenset(name for name in skeleton.slots if name.rpartition(".")[0] not in linears),
     )
+
+
+def fit(skeleton: Skeleton, source: WeightSource | None, adapter: AdapterSpec | None) -> Fitting:
+    """Say which linears get an adapter, and which stored tensor fills which of the model's.
+
+    Raises:
+        ModelError: the source lacks a tensor, or holds one that the model has no place for.
+        UserError: a wrong target name, or no linear is left to adapt.
+    """
+    stored: Mapping[str, str] = {}
+    if source is not None:
+        model = skeleton.chain.model
+        matching = match_names(source.infos, skeleton.slots, model.base_model_prefix, renamer(model))
+        matching.require_complete(tied=[name for name, _ in skeleton.tied], reference=source.reference)
+        stored = matching.found
+    return Fitting(targets=_targets(skeleton, adapter), stored=stored)
 
 
 def _targets(skeleton: Skeleton, adapter: AdapterSpec | None) -> Targets:
@@ -156,17 +184,13 @@ class _Reader:
         source: WeightSource | None,
         place: Place,
         dtype: torch.dtype,
+        stored: Mapping[str, str],
         loaded: Callable[[int, int], None],
     ) -> None:
         self._skeleton, self._source, self._place, self._dtype, self._loaded = skeleton, source, place, dtype, loaded
+        self._stored = stored
         self._left = dict.fromkeys(skeleton.slots)
         self._total = len(skeleton.slots)
-        self._stored: dict[str, str] = {}
-        if source is not None:
-            model = skeleton.chain.model
-            matching = match_names(source.infos, skeleton.slots, model.base_model_prefix, renamer(model))
-            matching.require_complete(tied=[name for name, _ in skeleton.tied], reference=source.reference)
-            self._stored = dict(matching.found)
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor as it will be kept; on a counting place a `meta` tensor of its size."""
@@ -191,6 +215,7 @@ class _Reader:
         tied = {name for name, _ in self._skeleton.tied}
         for name in list(self._left):
             if name not in tied:
+                self._place.mark("fill", self._skeleton.chain.block_of(name))
                 with self._place.category(Category.BASE):
                     self._set(name, nn.Parameter(self.tensor(name), requires_grad=False))
         for name, other in self._skeleton.tied:
@@ -221,9 +246,11 @@ def _replace(chain: Chain, path: str, layer: nn.Module) -> None:
 def _compute_buffers(skeleton: Skeleton, place: Place) -> None:
     """Give the buffers that no file holds (rotary frequencies) their bytes, and let the model compute their values."""
     model = skeleton.chain.model
+    homes = {id(m): number for number, block in enumerate(skeleton.chain.blocks) for m in block.modules()}
     for module, name in skeleton.loose_buffers:
         shape = module._buffers[name]
         assert shape is not None
+        place.mark("buffers", homes.get(id(module)))
         with place.category(Category.BASE):
             module._buffers[name] = torch.empty_like(shape, device=place.device)
     if place.device.type == "meta":

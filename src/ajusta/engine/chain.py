@@ -73,25 +73,29 @@ class _ReachedHead(Exception):
 class Relay(nn.Module):
     """Stands where a block stood: passes calls through, or notes them while the prelude runs."""
 
-    def __init__(self, block: nn.Module, notes: Notes, is_last: bool, returns: tuple[Any, ...] | None) -> None:
+    def __init__(
+        self, block: nn.Module, notes: Notes, number: int, is_last: bool, returns: tuple[Any, ...] | None
+    ) -> None:
         super().__init__()
         self.block = block
         self._notes = [notes]  # in a list, so that it is no submodule
-        self._is_last = is_last
+        self.number, self.is_last = number, is_last
         self._returns = returns  # what stands behind the hidden state in this block's output; None: it comes alone
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block, or only note what it was given."""
         notes = self._notes[0]
         if not notes.recording and notes.last_hidden is None:
+            if notes.entered is not None:
+                notes.entered(self.number)
             return self.block(*args, **kwargs)
         hidden, call = split_call(args, kwargs)
         if notes.last_hidden is not None:
-            return self._as_returned(notes.last_hidden if self._is_last else hidden)
+            return self._as_returned(notes.last_hidden if self.is_last else hidden)
         notes.calls.append(call)
         if len(notes.calls) == 1:
             notes.first_hidden = hidden
-        if self._is_last:
+        if self.is_last:
             raise _ReachedLastBlock
         return self._as_returned(hidden)
 
@@ -111,6 +115,7 @@ class Notes:
     """What the relays of one model write down while a prelude runs."""
 
     recording: bool = False
+    entered: Callable[[int], None] | None = None  # told which block the model's own forward comes to
     first_hidden: Tensor | None = None
     last_hidden: Tensor | None = None  # set while the epilogue runs by the model's own forward
     calls: list[Call] = field(default_factory=list)
@@ -155,6 +160,7 @@ class Chain:
     exact_up_to: int | None = None  # tokens of an example: a ready mask knows nothing of a family's sliding window
     whole_because: str | None = None
     mixes_because: str | None = None  # why examples in one row would not be alone; None: they are
+    numbers: tuple[int, ...] = ()  # of an excerpt: the number that each block has in the whole model
     dropout: DropoutContext = field(default_factory=lambda: DropoutContext(seed=0))
     dropping: list[nn.Module] = field(default_factory=list)  # layers with LoRA dropout
 
@@ -171,12 +177,21 @@ class Chain:
 
     def submodule(self, path: str) -> nn.Module:
         """Return the module that had this path before the relays were put in."""
-        if self.block_path is not None and path.startswith(self.block_path + "."):
-            index, _, rest = path[len(self.block_path) + 1 :].partition(".")
-            block = self.blocks[int(index)]
-            return block.get_submodule(rest) if rest else block
-        module: nn.Module = self.model.get_submodule(path)
-        return module
+        index = self.block_of(path)
+        if index is None:
+            module: nn.Module = self.model.get_submodule(path)
+            return module
+        _, _, rest = path[len(str(self.block_path)) + 1 :].partition(".")
+        return self.blocks[index].get_submodule(rest) if rest else self.blocks[index]
+
+    def block_of(self, path: str) -> int | None:
+        """Return which of the blocks a module or tensor of this path belongs to; None: to the rest of the model."""
+        if self.block_path is None:
+            return None
+        if not path.startswith(self.block_path + "."):
+            return None
+        number = int(path[len(self.block_path) + 1 :].partition(".")[0])
+        return self.numbers.index(number) if self.numbers else number
 
     def at_micro_batch(self, place: Place, micro: MicroBatch, step: int | None) -> None:
         """Tell LoRA dropout which tokens pass through now and in which step; None is evaluation, without dropout."""

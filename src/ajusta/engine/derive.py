@@ -89,7 +89,7 @@ def _link(
     outputs = {id(call.module): call.output for call in calls}
     for index, block in enumerate(blocks):
         rest = _rest(outputs[id(block)], carried)
-        holder[index] = Relay(block, chain.notes, is_last=index == len(blocks) - 1, returns=rest)
+        holder[index] = Relay(block, chain.notes, index, is_last=index == len(blocks) - 1, returns=rest)
     chain.block_path, chain.blocks, chain.carried = path, blocks, carried
     chain.hidden_dims = first_tensor(outputs[id(blocks[-1])]).dim()
     epilogue = _find_epilogue(calls, blocks[-1], chain.head)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
+from ajusta.blocks.lora import LoraLinear
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
 from ajusta.blocks.recompute import Keep, Policy, Recompute
+from ajusta.blocks.storage import Storage
 from ajusta.engine.assemble import Assembled
 from ajusta.engine.step import StepPlan, StepResult, loss_only, optimizer_step
+from ajusta.memory.ledger import Ledger
 from ajusta.memory.place import Category, Place
 from ajusta.spec.data import MicroBatch
 from ajusta.spec.plan import Rung
@@ -44,17 +49,23 @@ def run_step(
 
 def adopt_model(model: Assembled, place: Place) -> None:
     """Book what a model holds under its categories; everything counts that the step will find there already."""
-    if place.ledger is None:
+    ledger = place.ledger
+    if ledger is None:
         return
-    module = model.chain.model
-    tensors = [
-        *module.parameters(),
-        *module.buffers(),
-        *(p for block in model.chain.blocks for p in block.parameters()),
-    ]
-    tensors += [b for block in model.chain.blocks for b in block.buffers()]
-    place.ledger.adopt(tensors, Category.BASE)
-    place.ledger.adopt(model.parameters(), Category.ADAPTERS)
+    for number, block in enumerate(model.chain.blocks):
+        ledger.mark("adopt", number)
+        _adopt(block, ledger)
+    ledger.mark("adopt")
+    _adopt(model.chain.model, ledger)
+
+
+def _adopt(module: nn.Module, ledger: Ledger) -> None:
+    ledger.adopt((*module.parameters(), *module.buffers()), Category.BASE)
+    for part in module.modules():
+        if isinstance(part, Storage):
+            ledger.adopt(part.constants(), Category.QUANTIZATION)
+        elif isinstance(part, LoraLinear):
+            ledger.adopt((part.lora_A, part.lora_B), Category.ADAPTERS)
 
 
 __all__ = ["adopt_model", "loss_only", "make_optimizer", "run_step", "step_plan"]

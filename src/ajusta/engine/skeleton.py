@@ -1,4 +1,4 @@
-"""Build a model without bytes: transformers' own class on `meta`, with our attention, taken apart into a chain.
+"""Build a model without bytes: transformers' own class on `meta`, our attention and experts in it, as a chain.
 
 Whatever needs the weights' values comes later (engine/assemble.py); whatever only needs shapes works on the skeleton.
 """
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from ajusta.base.errors import ModelError
 from ajusta.blocks.attention import ATTENTION_NAME, attention
+from ajusta.blocks.experts import EXPERTS_NAME, experts
 from ajusta.blocks.linear import is_linear
 from ajusta.blocks.targets import find_routers, has_stacked_weights
 from ajusta.engine.bloom import replace_attention
@@ -23,6 +25,7 @@ from ajusta.engine.lean import make_lean
 
 # Registered here and not in transformers' mask interface: so transformers builds no mask at all for it.
 AttentionInterface.register(ATTENTION_NAME, attention)
+ExpertsInterface.register(EXPERTS_NAME, experts)
 
 # What the model types call the number of experts in a block.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
@@ -80,7 +83,9 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, device: str = "
 def build_model(config: PretrainedConfig, implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the frozen causal model of `config` where torch's default device says, with this attention."""
     config = copy.deepcopy(config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=implementation, experts_implementation=EXPERTS_NAME, dtype=dtype
+    )  # a family without an interface for experts, or without experts, takes no notice of the latter
     if replace_attention(model):
         model.config._attn_implementation = ATTENTION_NAME
     make_lean(model)

@@ -23,6 +23,7 @@ from ajusta.blocks.recompute import Island, Policy
 from ajusta.engine.chain import Chain
 from ajusta.engine.head import head_backward
 from ajusta.engine.masks import block_diagonal_mask
+from ajusta.memory.abridge import turns
 from ajusta.memory.place import Category, Place
 from ajusta.spec.data import MicroBatch
 
@@ -62,6 +63,7 @@ def optimizer_step(
 ) -> StepResult:
     """Run optimizer step number `step` over `micro_batches` at the learning rate `rate`."""
     losses = [accumulate(chain, place, micro, plan, step) for micro in micro_batches]
+    place.mark("update")
     before_update(optimizer)
     trained = sum(micro.num_trained for micro in micro_batches)
     norm, finite = optimizer.step(rate, trained)
@@ -84,34 +86,41 @@ def accumulate(chain: Chain, place: Place, micro: MicroBatch, plan: StepPlan, st
     chain.at_micro_batch(place, micro, step)
     with using(Segments(ends=micro.segment_ends)):
         islands = _forward(chain, place, micro, plan)
+        place.mark("loss")
         with place.category(Category.LOGITS):
             loss, grad = _loss(chain, place, micro, islands[-1].output, plan.loss_chunk)
-        with place.category(Category.RECOMPUTE):
-            _backward(islands, grad)
+        _backward(islands, grad, place)
     return loss
 
 
 def _no_loss(chain: Chain, place: Place) -> Tensor:
-    """Return a zero in the dtype that losses are summed in."""
-    return torch.zeros((), dtype=torch.promote_types(chain.dtype, torch.float32), device=place.device)
+    return torch.zeros((), dtype=loss_dtype(chain), device=place.device)
+
+
+def loss_dtype(chain: Chain) -> torch.dtype:
+    """Return what losses are summed in: fp32, fp64 where the model computes in it."""
+    return torch.promote_types(chain.dtype, torch.float32)
 
 
 def _forward(chain: Chain, place: Place, micro: MicroBatch, plan: StepPlan) -> list[Island]:
+    place.mark("prelude")
     with torch.no_grad(), place.category(Category.SAVED):
         mask = block_diagonal_mask(micro.segment_ends, chain.dtype, place) if chain.needs_mask else None
         hidden, calls = chain.prelude(place.take(micro.input_ids_T), place.take(micro.position_ids_T), mask)
         islands: list[Island] = []
         for index, (call, policy) in enumerate(zip(calls, plan.policies, strict=True)):
+            place.mark("forward", index)
             run = chain.runner(index, call)
             islands.append(policy.forward(run, hidden, wants_grad=index > 0))
             hidden = islands[-1].output
     return islands
 
 
-def _backward(islands: list[Island], grad: Tensor | None) -> None:
+def _backward(islands: list[Island], grad: Tensor | None, place: Place) -> None:
     """Differentiate the islands from the last to the first; what one held is free before the next one starts."""
     while islands:
         assert grad is not None
+        place.mark("backward", len(islands) - 1)
         grad = islands.pop().backward(grad)
 
 
@@ -119,8 +128,9 @@ def _loss(chain: Chain, place: Place, micro: MicroBatch, hidden: Tensor, chunk: 
     """Return the summed loss and its gradient for `hidden` [1, T, H]; only trained positions meet the head."""
     positions, labels = place.take(micro.positions_N), place.take(micro.labels_N)
     grad = torch.zeros_like(hidden)
-    losses = []
-    for start in range(0, micro.num_trained, chunk):
+    starts = range(0, micro.num_trained, chunk)
+    losses = torch.zeros(len(starts), dtype=loss_dtype(chain), device=place.device)
+    for start in turns(starts, place.device):
         cut = slice(start, min(start + chunk, micro.num_trained))
         at = positions[cut]
         rows = hidden[0].index_select(0, at).requires_grad_(True)
@@ -132,13 +142,13 @@ def _loss(chain: Chain, place: Place, micro: MicroBatch, hidden: Tensor, chunk: 
                 logits, labels[cut], scale=chain.logits.scale, softcap=chain.logits.softcap
             )
             assert grad_logits is not None
-            losses.append(loss)
+            losses[start // chunk].copy_(loss)
             grad_ready = head_backward(chain.head, grad_logits)
             del logits, grad_logits
         torch.autograd.backward(ready, grad_ready)
         assert rows.grad is not None
         grad[0].index_copy_(0, at, rows.grad)
-    return torch.stack(losses).sum(), grad
+    return losses.sum(), grad
 
 
 def loss_only(chain: Chain, place: Place, micro: MicroBatch, chunk: int) -> Tensor:
@@ -150,13 +160,16 @@ def loss_only(chain: Chain, place: Place, micro: MicroBatch, chunk: int) -> Tens
         mask = block_diagonal_mask(micro.segment_ends, chain.dtype, place) if chain.needs_mask else None
         hidden, calls = chain.prelude(place.take(micro.input_ids_T), place.take(micro.position_ids_T), mask)
         for index, call in enumerate(calls):
+            place.mark("forward", index)
             hidden = chain.run_block(index, hidden, call)
+        place.mark("loss")
         positions, labels = place.take(micro.positions_N), place.take(micro.labels_N)
-        losses = []
-        for start in range(0, micro.num_trained, chunk):
+        starts = range(0, micro.num_trained, chunk)
+        losses = torch.zeros(len(starts), dtype=loss_dtype(chain), device=place.device)
+        for start in turns(starts, place.device):
             cut = slice(start, min(start + chunk, micro.num_trained))
-            losses.append(_chunk_loss(chain, hidden[0].index_select(0, positions[cut]), labels[cut]))
-        return torch.stack(losses).sum()
+            losses[start // chunk].copy_(_chunk_loss(chain, hidden[0].index_select(0, positions[cut]), labels[cut]))
+        return losses.sum()
 
 
 def _chunk_loss(chain: Chain, rows: Tensor, labels: Tensor) -> Tensor:

@@ -12,12 +12,14 @@ from pathlib import Path
 from ajusta.base.errors import ModelError
 from ajusta.engine.weights_base import TensorInfo, WeightSource
 from ajusta.engine.weights_gguf import GgufSource
+from ajusta.engine.weights_merged import MergedSource, merged
 from ajusta.engine.weights_names import Matching, match_names, renamer
 from ajusta.engine.weights_safetensors import SafetensorsSource
 
 __all__ = [
     "GgufSource",
     "Matching",
+    "MergedSource",
     "SafetensorsSource",
     "TensorInfo",
     "WeightSource",
@@ -29,8 +31,10 @@ __all__ = [
 
 def open_weights(
     path: str | Path, trust_remote_code: bool = False, reference: str | None = None
-) -> SafetensorsSource | GgufSource:
+) -> SafetensorsSource | MergedSource | GgufSource:
     """Open a folder of safetensors or a .gguf file; headers are read and checked, weights are not read yet.
+
+    Single experts of a folder are one tensor to the caller, as they are to the model (engine/weights_merged.py).
 
     Args:
         path: what `stages.fetch` returned, or any local path.
@@ -42,7 +46,7 @@ def open_weights(
     """
     place = Path(path)
     if place.is_dir():
-        return SafetensorsSource(place, trust_remote_code=trust_remote_code, reference=reference)
+        return merged(SafetensorsSource(place, trust_remote_code=trust_remote_code, reference=reference))
     if not place.exists():
         raise ModelError(f"{place} does not exist; expected a model folder or a .gguf file; check the path")
     if place.suffix == ".gguf":

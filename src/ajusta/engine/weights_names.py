@@ -1,8 +1,7 @@
 """Stored names against a model's own: with or without the base prefix, old buffers aside, nothing lost in silence.
 
-transformers 5 also renames and fuses tensors while loading (for example a Mixture-of-Experts checkpoint's single
-experts into one tensor). Plain renamings are followed here, through its own tables; a tensor that several stored ones
-make up is not, and is refused by name.
+transformers 5 also renames and fuses tensors while loading. Plain renamings are followed here, through its own tables;
+tensors that several stored ones make up are one already when they come here (engine/weights_merged.py).
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Matching:
         if self.unexpected:
             raise ModelError(
                 f"{reference} has unexpected tensor names: {_some(self.unexpected)}; expected only the model's own "
-                f"parameters; if this is a Mixture-of-Experts or an already quantized checkpoint, save it again with "
-                f"transformers' save_pretrained, or choose its plain float version"
+                f"parameters; check that its files belong to this config.json, and if it is an already quantized "
+                f"checkpoint, choose its plain float version"
             )
 
 

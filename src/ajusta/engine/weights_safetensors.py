@@ -78,24 +78,37 @@ class SafetensorsSource:
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor, fresh; see `WeightSource.read`."""
+        info = self._stored[name].info
+        tensor = torch.empty(info.shape, dtype=info.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill a contiguous tensor of the stored dtype and size, without a second copy.
+
+        Raises:
+            KeyError: no such tensor.
+            ModelError: the file changed or ends too early.
+        """
         stored = self._stored[name]
-        return _read_at(stored, stored.offset, stored.info.shape)
+        _read_at(stored, stored.offset, out)
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows `start:stop`, fresh; see `WeightSource.read_rows`."""
         stored = self._stored[name]
         check_rows(stored.info, start, stop)
         row_bytes = stored.info.stored_bytes // stored.info.shape[0]
-        return _read_at(stored, stored.offset + start * row_bytes, (stop - start, *stored.info.shape[1:]))
+        rows = torch.empty((stop - start, *stored.info.shape[1:]), dtype=stored.info.dtype)
+        _read_at(stored, stored.offset + start * row_bytes, rows)
+        return rows
 
 
-def _read_at(stored: _Stored, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-    dtype = stored.info.dtype
-    tensor = torch.empty(shape, dtype=dtype)
-    if tensor.numel() == 0:
-        return tensor
+def _read_at(stored: _Stored, offset: int, out: torch.Tensor) -> None:
+    assert out.is_contiguous() and out.dtype == stored.info.dtype
+    if out.numel() == 0:
+        return
     # Straight into the tensor's own memory: no buffer, no second copy.
-    into = tensor.view(-1).view(torch.uint8).numpy()
+    into = out.view(-1).view(torch.uint8).numpy()
     with stored.path.open("rb", buffering=0) as file:
         file.seek(offset)
         done = 0
@@ -107,7 +120,6 @@ def _read_at(stored: _Stored, offset: int, shape: tuple[int, ...]) -> torch.Tens
                     f"{stored.path} ends too early; expected {len(view) - done} bytes more; fetch it again"
                 )
             done += count
-    return tensor
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:

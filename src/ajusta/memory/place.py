@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from ajusta.memory.ledger import Category, Ledger, Peak
+from ajusta.spec.roofline import Roofline
 
 
 class Place(ABC):
     """Where the tensors of one model live, and the account of what they weigh."""
 
     device: torch.device
+    kind: str  # cpu | cuda: what the tensors are on, or stand for
     ledger: Ledger | None
 
     @abstractmethod
@@ -47,11 +49,16 @@ class Place(ABC):
             with self.ledger.category(category):
                 yield
 
+    def mark(self, section: str, block: int | None = None) -> None:
+        """Begin another section of the account, where somebody counts."""
+        if self.ledger is not None:
+            self.ledger.mark(section, block)
+
     @contextlib.contextmanager
     def counting(self) -> Iterator[Ledger]:
         """Count every allocation inside. On a real place this costs time, so only the rehearsal does it."""
         outer = self.ledger
-        self.ledger = outer or Ledger()
+        self.ledger = outer or Ledger(self.kind)
         try:
             with self.ledger:
                 yield self.ledger
@@ -64,6 +71,7 @@ class RealPlace(Place):
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
+        self.kind = self.device.type
         self.ledger = None
 
     def take(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> torch.Tensor:
@@ -72,11 +80,12 @@ class RealPlace(Place):
 
 
 class CountingPlace(Place):
-    """`meta` tensors: nothing is computed, everything is weighed."""
+    """`meta` tensors: nothing is computed, everything is weighed. They stand for tensors on a device of this `kind`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "cpu", *, record: bool = False, roofline: Roofline | None = None) -> None:
         self.device = torch.device("meta")
-        self.ledger = Ledger()
+        self.kind = kind
+        self.ledger = Ledger(kind, record=record, roofline=roofline)
 
     def take(self, array: NDArray[np.int64] | NDArray[np.bool_]) -> torch.Tensor:
         """Return a `meta` tensor of the array's shape and dtype."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from ajusta.blocks.optimizer import AdamWSettings
 from ajusta.data.demand import Demand
@@ -45,21 +46,26 @@ def optimizer_settings(config: Config) -> AdamWSettings:
 
 def make_request(
     config: Config,
-    source: WeightSource,
+    shape: PretrainedConfig,
+    source: WeightSource | None,
     machine: Machine,
     demand: Demand,
     *,
     with_savings: bool = False,
 ) -> Request:
-    """Return what to plan for: this model on this machine, at the worst that this data will ask of it."""
+    """Return what to plan for: this model on this machine, at the worst that this data will ask of it.
+
+    `source` is None where the model is known by its `shape` alone.
+    """
     return Request(
         subject=Subject(
-            config=source.config,
+            config=shape,
             source=source,
             dtype=DTYPES[machine.dtype],
             bits=config.bits,
             adapter=adapter_spec(config),
             optimizer=optimizer_settings(config),
+            kind=machine.device.kind,
         ),
         batches=demand.heaviest,
         fullest=demand.fullest,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ajusta.base.units import MIB, show_bytes
+from ajusta.planning.reserved import Reserved
 from ajusta.planning.trace import Subject, Traced
 from ajusta.spec.data import MicroBatch
 from ajusta.spec.device import Machine
@@ -53,41 +54,71 @@ class _Candidate:
     cost: float
 
 
-def search(request: Request) -> Plan:
-    """Return the fastest plan within the budget; if none fits, the smallest one, marked so, with the ways out."""
-    traced = Traced(request.subject)
+def search(request: Request, traced: Traced | None = None) -> Plan:
+    """Return the fastest plan within the budget; if none fits, the smallest one, marked so, with the ways out.
+
+    `traced` is this request's subject, where it was traced before: for another budget nothing is traced twice.
+    """
+    kind = request.machine.device.kind
+    traced = traced or Traced(request.subject, record=kind == "cuda")
+    candidates = _candidates(request, traced)
+    by_cost = sorted(candidates, key=lambda c: (c.cost, -c.rung.micro_tokens))
+    fitting = [c for c in by_cost if _need(c.rung.peak_bytes, traced, kind) <= request.machine.budget_bytes]
+    taken, fits = None, False
+    for taken in fitting:
+        if fits := kind != "cuda" or _reserve(request, traced, taken).need_bytes <= request.machine.budget_bytes:
+            break
+    taken = taken if taken is not None and fits else min(candidates, key=lambda c: c.rung.peak_bytes)
+    below = {c.rung for c in candidates if c.rung.peak_bytes < taken.rung.peak_bytes}
+    others = [c.rung for c in fitting if c.rung != taken.rung]
+    fastest = _need(by_cost[0].rung.peak_bytes, traced, kind)
+    peak = max(taken.rung.peak_bytes, traced.before_bytes)
+    plan = Plan(
+        fits=fits,
+        device=request.machine.device.name,
+        dtype=request.machine.dtype,
+        bits=request.subject.bits,
+        blocks=traced.blocks,
+        budget_bytes=request.machine.budget_bytes,
+        margin_bytes=margin(peak, kind),
+        rungs=(taken.rung, *sorted(below, key=lambda rung: -rung.peak_bytes)),
+        phases=(traced.load, traced.prepare, taken.step, *taken.others),
+        choices=_choices(request, taken, candidates, traced),
+        runner_up=others[0] if fits and others else None,
+        fastest_bytes=fastest if fits and fastest > request.machine.budget_bytes else None,
+    )
+    if kind == "cuda":
+        plan = _on_a_card(plan, _reserve(request, traced, taken))
+    if request.with_savings:
+        plan = replace(plan, savings=_savings(request, taken, traced))
+    return plan if plan.fits else replace(plan, ways_out=_ways_out(request, plan))
+
+
+def _candidates(request: Request, traced: Traced) -> list[_Candidate]:
+    """Trace micro-batch sizes from the largest down until a smaller one cannot be faster."""
     tracer = _Tracer(request, traced)
-    budget, kind = request.machine.budget_bytes, request.machine.device.kind
     candidates: list[_Candidate] = []
     sizes = _micro_sizes(request)
     for tokens in sizes:
-        fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced, kind) <= budget]
+        needs = [(_need(c.rung.peak_bytes, traced, tracer.kind), c) for c in candidates]
+        fitting = [c for need, c in needs if need <= request.machine.budget_bytes]
         if fitting and tracer.cheapest_cost(tokens) >= min(c.cost for c in fitting):
             # Even with nothing recomputed this cut costs more, and every smaller one too. The last rung stays.
             candidates.append(tracer.least(sizes[-1]))
             break
         candidates += tracer.candidates(tokens)
-    fitting = [c for c in candidates if _need(c.rung.peak_bytes, traced, kind) <= budget]
-    best = min(fitting, key=lambda c: (c.cost, -c.rung.micro_tokens)) if fitting else None
-    taken = best or min(candidates, key=lambda c: c.rung.peak_bytes)
-    below = sorted(
-        {c.rung for c in candidates if c.rung.peak_bytes < taken.rung.peak_bytes}, key=lambda rung: -rung.peak_bytes
-    )
-    plan = Plan(
-        fits=best is not None,
-        device=request.machine.device.name,
-        dtype=request.machine.dtype,
-        bits=request.subject.bits,
-        blocks=traced.blocks,
-        budget_bytes=budget,
-        margin_bytes=margin(max(taken.rung.peak_bytes, traced.load.peak_bytes), request.machine.device.kind),
-        rungs=(taken.rung, *below),
-        phases=(traced.load, taken.step, *taken.others),
-        choices=_choices(request, taken, candidates, traced),
-    )
-    if request.with_savings:
-        plan = replace(plan, savings=_savings(request, taken, traced))
-    return plan if plan.fits else replace(plan, ways_out=_ways_out(request, plan))
+    return candidates
+
+
+def _reserve(request: Request, traced: Traced, candidate: _Candidate) -> Reserved:
+    fullest = request.fullest(candidate.rung.micro_tokens)
+    return traced.reserve((fullest,), candidate.rung, request.machine.device.compute_capability)
+
+
+def _on_a_card(plan: Plan, reserved: Reserved) -> Plan:
+    """Put what the allocator's replay found in the place of the margin that was guessed."""
+    over = reserved.need_bytes - next(phase.peak_bytes for phase in plan.phases if phase.phase == "train")
+    return replace(plan, margin_bytes=over, reserved_bytes=reserved.reserved_bytes, beside=reserved.beside)
 
 
 def margin(peak_bytes: int, kind: str) -> int:
@@ -96,7 +127,7 @@ def margin(peak_bytes: int, kind: str) -> int:
 
 
 def _need(peak_bytes: int, traced: Traced, kind: str) -> int:
-    peak = max(peak_bytes, traced.load.peak_bytes)
+    peak = max(peak_bytes, traced.before_bytes)
     return peak + margin(peak, kind)
 
 
@@ -106,7 +137,7 @@ class _Tracer:
     def __init__(self, request: Request, traced: Traced) -> None:
         self.request, self.traced, self.kind = request, traced, request.machine.device.kind
         self._measured: dict[int, tuple[PhasePeak, ...]] = {}
-        self.chunk = max(16, LOSS_BYTES // (2 * 4 * traced.model.chain.model.config.get_text_config().vocab_size))
+        self.chunk = max(16, LOSS_BYTES // (2 * 4 * request.subject.config.get_text_config().vocab_size))
 
     def candidates(self, micro_tokens: int) -> list[_Candidate]:
         """Trace one micro-batch size: no block recomputed, all, and where that helps the fewest that fit."""
@@ -240,12 +271,7 @@ def _savings(request: Request, taken: _Candidate, traced: Traced) -> tuple[Savin
 
 def full_fine_tuning_bytes(traced: Traced) -> int:
     """Return what full fine-tuning would hold more: gradient and two moments, fp32, for every frozen weight."""
-    model, linears = traced.model.chain.model, traced.model.linears.values()
-    counted = {id(parameter) for parameter in traced.model.parameters()}
-    counted |= {id(parameter) for layer in linears for parameter in layer.storage.parameters()}
-    frozen = sum(int(p.numel()) for p in model.parameters() if id(p) not in counted)
-    frozen += sum(layer.in_features * layer.out_features for layer in linears)
-    return 3 * 4 * frozen - 3 * 4 * traced.optimizer.count
+    return 3 * 4 * (traced.parameters - traced.adapter_parameters)
 
 
 def _ways_out(request: Request, plan: Plan) -> tuple[str, ...]:

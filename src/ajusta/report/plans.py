@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ajusta.base.units import show_bytes
 from ajusta.report.show import as_plain, bar, table
-from ajusta.spec.plan import Plan, Rung
+from ajusta.spec.plan import Longest, OnCard, Plan, Rung
 
 
 def plan_text(plan: Plan, *, unicode: bool = True) -> str:
@@ -22,6 +24,17 @@ def plan_text(plan: Plan, *, unicode: bool = True) -> str:
         title = f"the fullest moment: {plan.fullest.phase}, at {plan.fullest.operation}"
         blocks.append(f"{title}\n" + bar(parts, unicode=unicode))
     blocks.append("peak of each phase\n" + table([(it.phase, show_bytes(it.peak_bytes)) for it in plan.phases]))
+    if plan.reserved_bytes is not None:
+        rows = [("torch's allocator reserves", show_bytes(plan.reserved_bytes))]
+        rows += [(name, show_bytes(size)) for name, size in plan.beside]
+        blocks.append("on the card, by replay of the allocator\n" + table(rows))
+    if plan.runner_up is not None:
+        blocks.append("the next best way\n" + table([_rung(plan.runner_up)]))
+    if plan.fastest_bytes is not None:
+        missing = show_bytes(plan.fastest_bytes - plan.budget_bytes)
+        blocks.append(
+            f"missing to be the fastest: {missing} (the fastest way of all takes {show_bytes(plan.fastest_bytes)})"
+        )
     if plan.savings:
         blocks.append("what each technique saves\n" + table(_savings(plan)))
     if len(plan.rungs) > 1:
@@ -51,6 +64,43 @@ def _rung(rung: Rung) -> tuple[str, ...]:
         f"{rung.micro_tokens:,} tokens at once",
         f"loss over {rung.loss_chunk:,} positions at a time",
     )
+
+
+def cards_text(cards: Sequence[OnCard]) -> str:
+    """Return one line a card, the smallest first."""
+    rows = []
+    for card in cards:
+        plan, rung = card.plan, card.plan.rung
+        how = (
+            f"recompute {rung.recompute_blocks} of {plan.blocks} blocks, {rung.micro_tokens:,} tokens at once"
+            if plan.fits
+            else f"{show_bytes(plan.need_bytes - plan.budget_bytes)} missing"
+        )
+        rows.append((card.card, "fits" if plan.fits else "no", show_bytes(plan.need_bytes), plan.dtype, how))
+    fit = sum(card.plan.fits for card in cards)
+    return f"fits on {fit} of {len(cards)} cards\n" + table(rows)
+
+
+def cards_facts(cards: Sequence[OnCard]) -> list[dict[str, object]]:
+    """Return the same for a program."""
+    return [{"card": card.card, **plan_facts(card.plan)} for card in cards]
+
+
+def longest_text(longest: Longest) -> str:
+    """Say how long a text may be, by the memory and by the model."""
+    lines = [f"{longest.tokens:,} tokens fit, one example at a time and every block recomputed"]
+    if longest.limit is not None and longest.limit < longest.tokens:
+        lines.append(
+            f"the model itself knows {longest.limit:,} positions: beyond them this is engine capacity, not a length "
+            "that the model was made for"
+        )
+    lines.append(f"at {longest.plan.rung.micro_tokens:,} tokens: {longest.plan.sentence()}")
+    return "\n".join(lines)
+
+
+def longest_facts(longest: Longest) -> dict[str, object]:
+    """Return the same for a program; `tokens` is engine capacity where it is above `limit`."""
+    return {"tokens": longest.tokens, "limit": longest.limit, "plan": plan_facts(longest.plan)}
 
 
 def plan_facts(plan: Plan) -> dict[str, object]:

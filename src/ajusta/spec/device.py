@@ -19,6 +19,7 @@ class Device:
     free_bytes: int
     cpu_threads: int
     dtypes: tuple[str, ...]  # fp32 | bf16 | fp16, those that it computes in, the fastest first
+    compute_capability: tuple[int, int] | None = None  # of a card, where it is known
 
     def can(self, dtype: str) -> bool:
         """Whether the device computes in this dtype."""

@@ -46,6 +46,23 @@ class Saving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OnCard:
+    """The plan of one run for one card."""
+
+    card: str
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Longest:
+    """The longest example that fits; `limit` is the number of positions that the model knows (None: no table ends)."""
+
+    tokens: int  # what the engine can take
+    limit: int | None
+    plan: Plan  # for that length, or for the model's limit where it is shorter
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What was decided before the run. `budget_bytes` counts tensors above the process's own baseline."""
 
@@ -55,12 +72,16 @@ class Plan:
     bits: str
     blocks: int
     budget_bytes: int
-    margin_bytes: int  # kept free of tensors: allocator rounding and libraries' own buffers
+    margin_bytes: int  # kept free of tensors: what the allocator reserves beyond them, and what is held beside it
     rungs: tuple[Rung, ...]  # the first is taken; the others are the ways down
     phases: tuple[PhasePeak, ...]
     choices: tuple[Choice, ...]
     savings: tuple[Saving, ...] = ()
     ways_out: tuple[str, ...] = ()  # commands, where nothing fits
+    reserved_bytes: int | None = None  # on a card: what torch's allocator takes of it in the step, replayed
+    beside: tuple[tuple[str, int], ...] = ()  # on a card: what is held beside the allocator, by name
+    runner_up: Rung | None = None  # the next best way that fits as well
+    fastest_bytes: int | None = None  # what the fastest way of all would need, where it does not fit
 
     @property
     def rung(self) -> Rung:

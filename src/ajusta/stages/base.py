@@ -51,11 +51,12 @@ def open_base(config: Config) -> Base:
         source=source,
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(tokenizer, source.generation),
-        position_limit=_limit(source.config),
+        position_limit=position_limit(source.config),
     )
 
 
-def _limit(config: PretrainedConfig) -> int | None:
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Return how many positions a model knows, in tokens; None where no table of positions ends."""
     text = config.get_text_config()
     if text.model_type in _NO_LIMIT:
         return None

@@ -1,26 +1,51 @@
-"""How fast a device computes in a dtype: a matrix product alone, and a stand-in for a decoder layer there and back.
+"""How fast a device computes: a matrix product alone, a stand-in for a decoder layer, and all that a roofline holds.
 
-The product alone does not decide: on some processors it is three times faster in bf16 while everything around it is
-slower, so that a step gains little.
+The product alone does not decide which dtype is faster: on some processors it is three times faster in bf16 while
+everything around it is slower, so that a step gains little.
+
+A roofline's figures are each the best of many runs, in rounds over all of them, so that a busy moment spoils none.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-TOKENS, HIDDEN, INNER, HEADS = 256, 576, 1536, 9  # a small model's layer over a small micro-batch
+from ajusta.blocks import bitsandbytes_kernels, nf4_codes
+from ajusta.blocks.attention import AttentionBias, SegmentAttention, Segments
+from ajusta.blocks.int8 import Int8
+from ajusta.blocks.linear import FrozenLinear
+from ajusta.blocks.lora import LoraLinear
+from ajusta.blocks.recompute import Keep
+from ajusta.memory.dtypes import DTYPES
+from ajusta.memory.ledger import Ledger
+from ajusta.memory.roofline import kernel_name
+from ajusta.spec.roofline import LONG, SHORT, SHORT_SIDE, WIDE_ROWS, WIDE_SIDE, Kernel, Roofline
+
+TOKENS, HIDDEN, INNER, HEADS = WIDE_ROWS, WIDE_SIDE, 1536, 9  # a small model's layer over a small micro-batch
+MEASURE_S, ROUNDS = 6.0, 5
+_STREAM = {"cpu": 1 << 18, "cuda": 1 << 26}  # numbers: a hidden state on a processor, beyond all caches on a card
+_STREAMS = 8  # of them, so that none is still in the nearest cache when its turn comes
+_TINY, _TINY_LAYERS = 16, 4  # width of layers whose arithmetic is nothing beside their calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Probe:
+    """Something to time, and how much it does: FLOPs, bytes, operations or numbers."""
+
+    run: Callable[[], object]
+    amount: float
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of a linear layer's product in `dtype`, the best of a few."""
-    left = torch.randn(TOKENS, HIDDEN, device=device).to(dtype)
-    right = torch.randn(INNER, HIDDEN, device=device).to(dtype)
-    return 2.0 * TOKENS * HIDDEN * INNER / _fastest(lambda: left @ right.t(), device)
+    probe = _product(dtype, device, TOKENS, INNER)
+    return probe.amount / _fastest(probe.run, device)
 
 
 def layer_rate(dtype: torch.dtype, device: torch.device) -> float:
@@ -45,6 +70,160 @@ def layer_rate(dtype: torch.dtype, device: torch.device) -> float:
         torch.autograd.backward(result, torch.ones_like(result))
 
     return TOKENS / _fastest(there_and_back, device)
+
+
+def measure_roofline(device: torch.device, seconds: float = MEASURE_S) -> Roofline:
+    """Time what a roofline is made of on this device, for about so many seconds in all; more makes it steadier."""
+    names = ("fp32", "bf16") if device.type == "cpu" else tuple(DTYPES)
+    probes = {
+        **{f"matmul {name}": _product(DTYPES[name], device, TOKENS, INNER) for name in names},
+        **{f"thin {name}": _product(DTYPES[name], device, TOKENS, SHORT_SIDE) for name in names},
+        **{f"few {name}": _product(DTYPES[name], device, SHORT_SIDE, INNER) for name in names},
+        **{f"attention {name}": _attention(DTYPES[name], device, LONG) for name in names},
+        **{f"short {name}": _attention(DTYPES[name], device, SHORT) for name in names},
+        "bandwidth": _stream(torch.float32, device),
+        "narrow": _stream(torch.bfloat16, device),
+        "operation": _tiny_layers(device),
+    }
+    expansions = {
+        kernel_name(kind, DTYPES[name]): tuple(make(DTYPES[name], device, rows) for rows in (1, INNER))
+        for kind, make in _KERNELS
+        for name in names
+    }
+    for name, (small, large) in expansions.items():
+        probes |= {f"{name} small": small, f"{name} large": large}
+    taken = _best_seconds(probes, device, seconds)
+    rates = {name: probe.amount / taken[name] for name, probe in probes.items()}
+
+    def of(what: str) -> Mapping[str, float]:
+        return {name: rates[f"{what} {name}"] for name in names}
+
+    return Roofline(
+        matmul_flops=of("matmul"),
+        thin_flops=of("thin"),
+        few_flops=of("few"),
+        attention_flops=of("attention"),
+        short_flops=of("short"),
+        bandwidth_bytes_per_s=rates["bandwidth"],
+        narrow_bytes_per_s=rates["narrow"],
+        per_operation_s=1 / rates["operation"],
+        kernels={
+            name: Kernel(
+                call_s=taken[f"{name} small"],
+                numbers_per_s=large.amount / max(taken[f"{name} large"] - taken[f"{name} small"], 1e-9),
+            )
+            for name, (_, large) in expansions.items()
+        },
+        source=f"measured on this device in {seconds:g} s, torch {torch.__version__}",
+        measured=True,
+    )
+
+
+def _best_seconds(probes: Mapping[str, _Probe], device: torch.device, seconds: float) -> dict[str, float]:
+    """Return the least time that each probe took in all rounds; every probe has its turn in every round."""
+    rounds = ROUNDS if seconds >= 1 else 1
+    each = seconds / rounds / len(probes)
+    best = dict.fromkeys(probes, float("inf"))
+    for _ in range(rounds):
+        for name, probe in probes.items():
+            best[name] = min(best[name], _fastest(probe.run, device, each))
+    return best
+
+
+def _product(dtype: torch.dtype, device: torch.device, rows: int, columns: int) -> _Probe:
+    """Time a layer's product there and back, over a few layers: the weights of the next one are in no near cache."""
+    layers = 2 if rows == TOKENS else _STREAMS
+    left = torch.randn(rows, HIDDEN, device=device).to(dtype)
+    weights = [torch.randn(columns, HIDDEN, device=device).div_(HIDDEN).to(dtype) for _ in range(layers)]
+
+    def there_and_back() -> None:
+        for weight in weights:
+            torch.mm(torch.mm(left, weight.t()), weight)
+
+    return _Probe(run=there_and_back, amount=4.0 * rows * HIDDEN * columns * layers)
+
+
+def _attention(dtype: torch.dtype, device: torch.device, tokens: int) -> _Probe:
+    """Time the flash way there and back: two products and five, halved by the causal border."""
+    width = HIDDEN // HEADS
+    q, k, v = (torch.randn(1, HEADS, tokens, width, device=device).to(dtype).requires_grad_(True) for _ in range(3))
+    segments, bias = Segments(ends=(tokens,)), AttentionBias()
+    grad = torch.randn(1, HEADS, tokens, width, device=device).to(dtype)
+
+    def there_and_back() -> None:
+        torch.autograd.grad(SegmentAttention.apply(q, k, v, width**-0.5, segments, bias), (q, k, v), grad)
+
+    return _Probe(run=there_and_back, amount=7.0 * HEADS * tokens * tokens * width)
+
+
+def _expand_nf4(dtype: torch.dtype, device: torch.device, rows: int) -> _Probe:
+    """Time the road that expands NF4 here; the scales are expanded by plain operations, which a trace sees."""
+    count = rows * HIDDEN
+    packed = torch.arange(count // 2, device=device).to(torch.uint8)
+    scales_b = torch.ones(count // nf4_codes.BLOCK, device=device)
+    pairs = nf4_codes.pair_table(device)
+
+    def theirs() -> Tensor:
+        return bitsandbytes_kernels.expand_nf4(packed, scales_b, rows, HIDDEN, dtype)
+
+    def plain() -> Tensor:
+        return nf4_codes.expand_plain(packed, scales_b, pairs, dtype, device.type)
+
+    serves = bitsandbytes_kernels.serves(device.type, HIDDEN, dtype)
+    return _Probe(run=theirs if serves else plain, amount=float(count))
+
+
+def _expand_int8(dtype: torch.dtype, device: torch.device, rows: int) -> _Probe:
+    weight = Int8.quantize(torch.randn(rows, HIDDEN, device=device))
+    return _Probe(run=lambda: weight.rows(0, rows, dtype), amount=float(rows * HIDDEN))
+
+
+_KERNELS = (("nf4", _expand_nf4), ("int8", _expand_int8))
+
+
+def _stream(dtype: torch.dtype, device: torch.device) -> _Probe:
+    """Time what stands between products: a sum, an activation, a product, a norm, each of what was not just used.
+
+    The amount counts each operation's own reading and writing, as memory/roofline.py does.
+    """
+    count = _STREAM[device.type]
+    rows = [torch.randn(count // HIDDEN, HIDDEN, device=device).to(dtype) for _ in range(_STREAMS)]
+
+    def run() -> None:
+        for left, right in zip(rows, reversed(rows), strict=True):
+            functional.silu(left + right).mul_(right).pow(2).mean(-1, keepdim=True)
+
+    return _Probe(run=run, amount=float(len(rows) * (3 + 2 + 3 + 2 + 1) * rows[0].nbytes))
+
+
+def _tiny_layers(device: torch.device) -> _Probe:
+    """Time adapted layers that are all calls and no arithmetic; the amount is their operations, as a ledger counts."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [
+        LoraLinear.from_base(
+            FrozenLinear.store(torch.randn(_TINY, _TINY, device=device), None), rank=4, alpha=4.0, generator=generator
+        )
+        for _ in range(_TINY_LAYERS)
+    ]
+    start = torch.randn(1, _TINY, _TINY, device=device)
+
+    def block(hidden: Tensor) -> Tensor:
+        for layer in layers:
+            hidden = hidden + functional.silu(layer(functional.rms_norm(hidden, (_TINY,))))
+        return hidden
+
+    def there_and_back() -> None:
+        island = Keep().forward(block, start, wants_grad=True)
+        island.backward(torch.ones_like(island.output))
+
+    there_and_back()  # from here on there are gradients to add to, as in a step
+    endless = 1e30
+    counting = Roofline(
+        matmul_flops={"fp32": endless}, bandwidth_bytes_per_s=endless, per_operation_s=1.0, source="", measured=False
+    )
+    with Ledger(device.type, roofline=counting) as ledger:
+        there_and_back()
+    return _Probe(run=there_and_back, amount=float(round(ledger.seconds)))
 
 
 def _fastest(run: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:

@@ -1,0 +1,105 @@
+"""Questions without a run: a plan for a model and a card that are not here, and the limits of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ajusta import look
+from ajusta.base.errors import ModelError, UserError
+from ajusta.base.events import Event, Note
+from ajusta.spec.config import Config, load_config
+
+SMALL = "smollm2-135m"
+
+
+def settings(model: str = SMALL, **over: Any) -> Config:
+    return load_config(overrides={"model": model, "bits": "nf4", "device": "cpu", **over}, required=("model",))
+
+
+def test_a_known_name_is_planned_for_a_card_without_any_file() -> None:
+    heard: list[Event] = []
+    plan = look.plan(settings(max_length=256), heard.append, gpu="RTX 3060")
+    assert plan.fits and plan.device == "NVIDIA GeForce RTX 3060 12GB" and plan.dtype == "bf16" and plan.blocks == 30
+    assert plan.reserved_bytes is not None and plan.reserved_bytes >= plan.phases[2].peak_bytes
+    assert plan.need_bytes >= plan.reserved_bytes + sum(size for _, size in plan.beside)
+    said = [event.text for event in heard if isinstance(event, Note)]
+    assert any("HuggingFaceTB/SmolLM2-135M" in text for text in said)
+    assert any("8 examples of 256 tokens" in text for text in said)
+
+
+def test_a_config_json_alone_is_planned(tmp_path: Path) -> None:
+    facts = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 9, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(facts), encoding="utf-8")
+    by_folder = look.plan(settings(str(tmp_path)), gpu="T4")
+    by_file = look.plan(settings(str(tmp_path / "config.json")), gpu="T4")
+    assert by_folder == by_file and by_folder.fits and by_folder.blocks == 9
+    assert by_folder.dtype == "fp32", "a T4 has no bf16"
+
+
+def test_a_model_is_not_planned_beyond_its_positions_in_silence() -> None:
+    heard: list[Event] = []
+    plan = look.plan(settings("gpt2", max_length=4096), heard.append, gpu="RTX 3060")
+    assert plan.rung.micro_tokens <= 8 * 1024
+    warned = [event.text for event in heard if isinstance(event, Note) and event.warning]
+    assert any("4096" in text and "1024 positions" in text for text in warned)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "said"),
+    [
+        ("llama-3.1-8", "RTX 3060", "llama-3.1-8b"),
+        ("no-such-thing-at-all", "RTX 3060", "no name of the catalogue"),
+        (SMALL, "RTX 3061", "RTX 3060"),
+        (SMALL, "", "no card"),
+    ],
+)
+def test_a_wrong_name_gets_the_nearest_right_one(model: str, gpu: str, said: str) -> None:
+    with pytest.raises(UserError, match=said.replace(".", r"\.")):
+        look.plan(settings(model), gpu=gpu)
+
+
+def test_a_damaged_config_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelError, match="not readable as JSON"):
+        look.plan(settings(str(tmp_path)), gpu="T4")
+
+
+def test_what_does_not_fit_says_what_is_missing_and_three_ways_out() -> None:
+    plan = look.plan(settings("smollm2-1.7b", bits="none", max_length=512, memory="1GiB"), gpu="RTX 3060")
+    assert not plan.fits and "missing" in plan.sentence() and plan.need_bytes > plan.budget_bytes
+    assert len(plan.ways_out) == 3 and any("--bits nf4" in way for way in plan.ways_out)
+
+
+def test_more_memory_never_fits_less() -> None:
+    cards = look.plan_on_cards(settings("smollm2-1.7b", bits="none", max_length=512))
+    assert len(cards) > 100
+    for dtype in {card.plan.dtype for card in cards}:
+        rows = sorted((c.plan.budget_bytes, c.plan.fits) for c in cards if c.plan.dtype == dtype)
+        assert [fits for _, fits in rows] == sorted(fits for _, fits in rows)
+    assert any(card.plan.fits for card in cards)
+    assert all((card.plan.need_bytes <= card.plan.budget_bytes) == card.plan.fits for card in cards)
+
+
+def test_the_longest_text_fits_and_a_longer_one_does_not() -> None:
+    config = settings(memory="2GiB")
+    longest = look.longest_context(config, gpu="RTX 3060")
+    assert longest.limit == 8192 and longest.tokens > longest.limit
+    assert longest.plan.fits and longest.plan.rung.micro_tokens <= longest.limit
+
+    def fits(tokens: int) -> bool:
+        # The model's own limit is lifted by asking for the same shape with more positions.
+        return bool(look.longest_context(config, gpu="RTX 3060").tokens >= tokens)
+
+    assert fits(longest.tokens) and not fits(longest.tokens + longest.tokens // 32)
+
+
+def test_no_length_at_all_is_said_so() -> None:
+    with pytest.raises(UserError, match="does not fit into this memory at any length"):
+        look.longest_context(settings("smollm2-1.7b", memory="300MiB"), gpu="RTX 3060")
