@@ -159,7 +159,7 @@ def measure(cell: Cell) -> dict[str, Any]:
             for phase in phases
         },
         "traced_bytes": peak,
-        "planned_bytes": peak + margin(peak, "cpu"),
+        "planned_bytes": peak + margin(peak, "cpu", cell.dtype),
         "resident_bytes": resident,
         "recompute_blocks": rung.recompute_blocks,
         "loss_chunk": rung.loss_chunk,

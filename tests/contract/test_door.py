@@ -35,7 +35,10 @@ OPTIONS = {
     "chat": "--max-tokens --question --seed --temperature",
     "evaluate": "--data --exam --json",
     "export": "--format --out",
-    "plan": "--bits --config --data --json --max-length --memory --model --set",
+    "plan": (
+        "--all-gpus --bits --config --data --gpu --json --largest-model --max-context --max-length "
+        "--memory --model --set"
+    ),
     "doctor": "--json --measure",
     "data": "--json --max-length --model --set",
 }

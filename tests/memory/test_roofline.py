@@ -115,7 +115,7 @@ def test_attention_on_a_processor(device: str) -> None:
         out: list[Tensor] = []
         work = one(lambda causal=causal, out=out: out.extend(forward(query, key, value, 0.0, causal, scale=0.25)))
         flops = share * 2 * 2 * scores * 16
-        assert work == Work(flops=flops, bytes=q + kv + q + sums, keys=64)
+        assert work == Work(flops=flops, bytes=q + kv + q + sums, side=16, keys=64)
         back = one(lambda c=causal, o=out: backward(query, query, key, value, o[0], o[1], 0.0, c, scale=0.25))
         assert back.flops == 2.5 * flops and back.keys == 64
         assert back.bytes == q + kv + q + sums + q + kv  # the gradient of the output is the query here: read once
@@ -160,7 +160,7 @@ def test_views_and_room_cost_nothing(device: str, run: Callable[[Tensor], object
     ("run", "elements"),
     [
         (lambda x, y: x + y, 3 * 32),
-        (lambda x, y: x * x, 2 * 32),  # one storage is read once
+        (lambda x, y: x * x, 2 * 32),  # a tensor times itself is read once
         (lambda x, y: x + y[0], 2 * 32 + 8),
         (lambda x, y: x * y[:, :1].expand(4, 8), 2 * 32 + 4),  # a broadcast number counts once
         (lambda x, y: x.add_(y), 3 * 32),
@@ -226,9 +226,9 @@ FIGURES = Roofline(
         (Work(flops=1000, bytes=200, rows=8, side=8), 2.25),  # its memory does
         (Work(flops=8000, dtype="bf16", rows=8, side=8), 2.25),
         (Work(flops=8000, dtype="fp16", rows=8, side=8), 8.25),  # no figure: as the slowest
-        (Work(flops=1000, keys=512), 2.25),
-        (Work(flops=1000, keys=64), 8.25),
-        (Work(flops=4000, dtype="bf16", keys=64), 1.25),  # no figure for attention: as products
+        (Work(flops=1000, side=64, keys=512), 2.25),
+        (Work(flops=1000, side=64, keys=64), 8.25),
+        (Work(flops=4000, dtype="bf16", side=64, keys=64), 1.25),  # no figure for attention: as products
         (Work(bytes=10**6, kernel="nf4 fp32", numbers=40), 4.5),
         (Work(bytes=100, kernel="nf4 bf16", numbers=40), 1.25),
         (NOTHING, 0.0),
@@ -254,6 +254,30 @@ def test_the_ledger_sums_up_by_section() -> None:
         assert [section.seconds for section in sections] == pytest.approx([0, 2.81, 2 * 2.81 + 0.75])
         ledger.start_over()
         assert ledger.seconds == 0
+
+
+def test_memory_that_must_be_found_takes_time_by_its_size() -> None:
+    roofline = Roofline(
+        matmul_flops={"fp32": 1e30}, bandwidth_bytes_per_s=1e30, per_operation_s=0.0, fresh_bytes_per_s=1024.0,
+        fresh_from_bytes=4096, source="a KiB a second", measured=False,
+    )  # fmt: skip
+    there = torch.zeros(4096)
+    with Ledger(roofline=roofline) as ledger:
+        ledger.adopt((there, torch.zeros(8)), Category.BASE)
+        torch.empty(1023)
+        assert ledger.seconds == pytest.approx(0, abs=1e-12)  # small, and gone
+        x = torch.empty(1024)
+        x.add_(1).view(-1)
+        assert ledger.seconds == pytest.approx(4)
+        with repeated(3):
+            torch.ones(2048, device="meta")
+        assert ledger.seconds == pytest.approx(4 + 3 * 8)
+        ledger.mark("stays")
+        stays = [torch.ones(512, device="meta"), torch.ones(256, device="meta")]
+        del stays[0]
+        ledger.mark("goes")
+        del stays[0]
+        assert [section.seconds for section in ledger.cut()] == pytest.approx([28, 1, 0], abs=1e-9)
 
 
 def test_without_a_roofline_no_time_is_counted() -> None:
@@ -301,7 +325,8 @@ def stored(kind: type[Int8] | type[Nf4], device: str) -> Storage:
 def test_an_expansion_on_meta_declares_what_a_device_does(
     monkeypatch: pytest.MonkeyPatch, kind: type[Int8] | type[Nf4], dtype: torch.dtype, road: str
 ) -> None:
-    theirs = road == "bitsandbytes" and bitsandbytes_kernels.AVAILABLE
+    loads = "ms against" in bitsandbytes_kernels.kernel_choice()  # asked before the roads are forced: it loads it
+    theirs = road == "bitsandbytes" and loads
     monkeypatch.setattr(bitsandbytes_kernels, "serves", lambda *_: theirs)
     monkeypatch.setattr(nf4_codes, "_TILES", {"cpu": 1024})  # several tiles, the last one shorter
     monkeypatch.setattr(int8, "_TILE_CPU", 10 * 64)

@@ -53,7 +53,7 @@ def test_a_short_row_tells_of_the_whole_depth_to_the_byte(kind: str) -> None:
     assert short.shortened, "it must not have fallen back to the whole depth"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_a_short_row_tells_what_real_tensors_weigh(kind: str) -> None:
     what = subject(StoredModel(stock_model(tiny_config(kind, **FAMILIES[kind]))))
     short, real = Traced(what), Real(what)

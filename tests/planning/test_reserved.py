@@ -33,7 +33,10 @@ def events(traced: Traced, recompute: int) -> list[tuple[object, int]]:
     return list(told_events((*sections, *traced._update), short.stands, traced._resident()))
 
 
-@pytest.mark.parametrize("kind", DEPTHS)
+SLOWEST_LAST = ["llama", "gpt2", pytest.param("gemma2", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", SLOWEST_LAST)
 def test_the_comings_and_goings_of_the_whole_depth_follow_from_a_few_blocks(kind: str) -> None:
     what = on_a_card(kind)
     short, whole = Traced(what, record=True), Traced(what, shortened=False, record=True)

@@ -17,7 +17,7 @@ from tiny_runs import FAST, adapter_bytes, adapter_tensors, flags, kill_at_save,
 
 from ajusta.base.errors import NumbersGoneBad, UserError
 from ajusta.base.events import Note, PhaseEnded, PhaseStarted, StepDone
-from ajusta.run import plan
+from ajusta.look import plan
 from ajusta.stages import folder as folders
 from ajusta.stages.folder import open_for_training, write_whole
 

@@ -78,7 +78,7 @@ def test_what_does_not_fit_says_what_is_missing_and_three_ways_out() -> None:
 
 
 def test_more_memory_never_fits_less() -> None:
-    cards = look.plan_on_cards(settings("smollm2-1.7b", bits="none", max_length=512))
+    cards = look.plan_on_cards(settings("smollm2-1.7b", bits="none", max_length=512, gradient_checkpointing="full"))
     assert len(cards) > 100
     for dtype in {card.plan.dtype for card in cards}:
         rows = sorted((c.plan.budget_bytes, c.plan.fits) for c in cards if c.plan.dtype == dtype)
@@ -88,16 +88,20 @@ def test_more_memory_never_fits_less() -> None:
 
 
 def test_the_longest_text_fits_and_a_longer_one_does_not() -> None:
-    config = settings(memory="2GiB")
-    longest = look.longest_context(config, gpu="RTX 3060")
-    assert longest.limit == 8192 and longest.tokens > longest.limit
-    assert longest.plan.fits and longest.plan.rung.micro_tokens <= longest.limit
+    longest = look.longest_context(settings("bloom-560m", memory="2GiB"), gpu="RTX 3060")
+    assert longest.limit is None, "ALiBi has no table of positions"
 
     def fits(tokens: int) -> bool:
-        # The model's own limit is lifted by asking for the same shape with more positions.
-        return bool(look.longest_context(config, gpu="RTX 3060").tokens >= tokens)
+        over = {"max_length": tokens, "batch_size": 1, "gradient_checkpointing": "full", "memory": "2GiB"}
+        return look.plan(settings("bloom-560m", **over), gpu="RTX 3060").fits
 
-    assert fits(longest.tokens) and not fits(longest.tokens + longest.tokens // 32)
+    assert fits(longest.tokens) and not fits(longest.tokens + longest.tokens // 16)
+
+
+def test_beyond_the_positions_of_the_model_it_is_engine_capacity() -> None:
+    longest = look.longest_context(settings("gpt2", memory="2GiB"), gpu="RTX 3060")
+    assert longest.limit == 1024 < longest.tokens
+    assert longest.plan.fits and longest.plan.rung.micro_tokens <= longest.limit
 
 
 def test_no_length_at_all_is_said_so() -> None:

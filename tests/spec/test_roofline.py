@@ -11,6 +11,7 @@ from ajusta.spec.roofline import (
     SHORT_SIDE,
     WIDE_ROWS,
     WIDE_SIDE,
+    WIDTH,
     Kernel,
     Roofline,
     tabulated,
@@ -51,15 +52,16 @@ def test_without_figures_of_short_sides_all_products_are_alike() -> None:
 
 def test_a_dtype_without_a_rate_is_as_slow_as_the_slowest() -> None:
     assert roofline().product_flops("fp16", 8, 8) == pytest.approx(100.0)
-    assert roofline().attention_rate("fp16", 8) == pytest.approx(100.0)
+    assert roofline().attention_rate("fp16", 8, WIDTH) == pytest.approx(100.0)
 
 
-def test_attention_has_its_rates_at_the_lengths_that_were_measured() -> None:
+def test_attention_has_its_rates_at_the_sizes_that_were_measured() -> None:
     known = roofline(attention_flops={"fp32": 50.0}, short_flops={"fp32": 20.0})
-    assert known.attention_rate("fp32", LONG) == pytest.approx(50.0)
-    assert known.attention_rate("fp32", SHORT) == pytest.approx(20.0)
-    assert known.attention_rate("fp32", 1) < 20.0 < known.attention_rate("fp32", 128) < 50.0
-    assert known.attention_rate("bf16", 7) == pytest.approx(400.0)  # unknown: as a product
+    assert known.attention_rate("fp32", LONG, WIDTH) == pytest.approx(50.0)
+    assert known.attention_rate("fp32", SHORT, WIDTH) == pytest.approx(20.0)
+    assert known.attention_rate("fp32", 1, WIDTH) < 20.0 < known.attention_rate("fp32", 128, WIDTH) < 50.0
+    assert known.attention_rate("bf16", 7, WIDTH) == pytest.approx(400.0)  # unknown: as a product
+    assert known.attention_rate("fp32", LONG, 32) == pytest.approx(50.0 * (1 + 17 / 64) / (1 + 17 / 32))
 
 
 def test_a_kernel_takes_its_call_and_its_numbers() -> None:
@@ -85,7 +87,7 @@ def test_a_card_is_never_faster_than_its_data_sheet() -> None:
             wide = told.product_flops(name, WIDE_ROWS, WIDE_SIDE)
             assert told.product_flops(name, SHORT_SIDE, SHORT_SIDE) < wide < peak
             assert told.product_flops(name, 8192, 8192) < peak
-            assert told.attention_rate(name, 2048) < wide
+            assert told.attention_rate(name, 2048, 128) < wide
 
 
 def test_a_faster_card_has_the_faster_table() -> None:

@@ -20,6 +20,7 @@ KNOWN = Known(
     roofline=Roofline(
         matmul_flops={"fp32": 1e11, "bf16": 3e11}, thin_flops={"fp32": 5e10}, few_flops={}, short_flops={},
         attention_flops={"fp32": 4e10}, bandwidth_bytes_per_s=2e10, narrow_bytes_per_s=1e10, per_operation_s=5e-6,
+        fresh_bytes_per_s=2e9, fresh_from_bytes=4 << 20,
         kernels={"nf4 fp32": Kernel(call_s=1e-5, numbers_per_s=7e9)}, source="measured on this device", measured=True,
     ),
     outside={"CUDA context": 400 << 20},

@@ -44,7 +44,7 @@ def test_a_measurement_is_complete() -> None:
         (lambda: speed._product(torch.float32, CPU, SHORT_SIDE, 64), counting(matmul_flops=1.0)),
         (lambda: speed._attention(torch.float32, CPU, 96), counting(matmul_flops=1.0)),
         (lambda: speed._stream(torch.float32, CPU), counting(bandwidth_bytes_per_s=1.0)),
-        (lambda: speed._tiny_layers(CPU), counting(per_operation_s=1.0)),
+        (lambda: speed._tiny_step(CPU), counting(per_operation_s=1.0)),
     ],
 )
 def test_a_probe_does_the_amount_that_it_says(make: Callable[[], speed._Probe], roofline: Roofline) -> None:

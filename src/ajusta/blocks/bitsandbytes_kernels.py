@@ -10,6 +10,7 @@ Memory: the result and nothing else (the plain road also holds a tile of index),
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import time
@@ -27,17 +28,7 @@ _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TRIAL_SHAPE = (1536, 576)  # a projection of a small model: 3.4 MiB in fp32
 _TRIALS = 5
 
-AVAILABLE = importlib.util.find_spec("bitsandbytes") is not None
-if AVAILABLE:
-    # On import it logs an advice to install `kernels`, which would download code: not wanted, so not shown.
-    _advice = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    _level = _advice.level
-    _advice.setLevel(logging.ERROR)
-    import bitsandbytes.cextension  # registers torch.ops.bitsandbytes
-
-    _advice.setLevel(_level)
-    # Without its compiled library it answers by code that it compiles at run time: slower than ours, and not wanted.
-    AVAILABLE = not isinstance(bitsandbytes.cextension.lib, bitsandbytes.cextension.ErrorHandlerMockBNBNativeLibrary)
+AVAILABLE = importlib.util.find_spec("bitsandbytes") is not None  # installed; whether it loads is seen at first use
 
 
 def expand_nf4(packed: Tensor, scales_b: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -70,12 +61,27 @@ def kernel_choice(device_type: str = "cpu") -> str:
 @functools.cache
 def _measured(device_type: str) -> tuple[bool, str]:
     """Time both roads once on an fp32 weight; return (take bitsandbytes, the reason)."""
-    if not AVAILABLE:
-        return False, "NF4 by plain torch: bitsandbytes is not installed, or its compiled library does not load"
     if device_type == "cuda" and not torch.cuda.is_available():
         return False, "NF4 by plain torch: there is no such device here to measure bitsandbytes on"
+    if not AVAILABLE or not _load():
+        return False, "NF4 by plain torch: bitsandbytes is not installed, or its compiled library does not load"
     with _disable_current_modes():  # a ledger that is counting a step must not count this trial
         return _race(torch.device(device_type))
+
+
+def _load() -> bool:
+    """Import bitsandbytes, which registers its operations; say whether its compiled library is there.
+
+    Only when it is wanted: it brings torch's compiler with it, seconds that a plan for a card need not take. Without
+    its compiled library it answers by code that it compiles at run time: slower than ours, and not wanted.
+    """
+    # On import it logs an advice to install `kernels`, which would download code: not wanted, so not shown.
+    advice = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = advice.level
+    advice.setLevel(logging.ERROR)
+    library = importlib.import_module("bitsandbytes.cextension")
+    advice.setLevel(level)
+    return not isinstance(library.lib, library.ErrorHandlerMockBNBNativeLibrary)
 
 
 def _race(device: torch.device) -> tuple[bool, str]:

@@ -50,11 +50,15 @@ _DYNAMIC_VALUES = _dynamic_map_values()
 
 def dynamic_map(device: torch.device) -> Tensor:
     """Return the 256 values that an 8-bit absmax code stands for, ascending, fp32 [256]."""
+    if device.type == "meta":
+        return torch.empty(len(_DYNAMIC_VALUES), device=device)  # torch.tensor() passes a ledger unseen there
     return torch.tensor(_DYNAMIC_VALUES, dtype=torch.float32, device=device)
 
 
 def pair_table(device: torch.device) -> Tensor:
     """Return the two numbers of every byte, the high half first, fp32 [256, 2]; its rows 0..15 end in the 16 values."""
+    if device.type == "meta":
+        return torch.empty(256, 2, device=device)
     pairs = [(NF4_VALUES[byte >> 4], NF4_VALUES[byte & 15]) for byte in range(256)]
     return torch.tensor(pairs, dtype=torch.float32, device=device)
 

@@ -12,6 +12,7 @@ function of where a value stands, and torch's own random state is put back for w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -90,24 +91,37 @@ class RecomputedIsland:
         with booking(Category.RECOMPUTE):
             island = Keep().forward(self.run, self.hidden, self.wants_grad)
         _restore(self.hidden.device, now)
+        del now
         return island.backward(grad)
 
 
 class Recompute:
-    """Keep the input only."""
+    """Keep the input only. One policy serves all blocks of a step: as long as none draws, they share a random state."""
 
     name = "recompute"
 
+    def __init__(self) -> None:
+        self._latest: weakref.ref[Tensor] | None = None
+
     def forward(self, run: RunBlock, hidden: Tensor, wants_grad: bool) -> RecomputedIsland:
         """Run with the graph off."""
-        state = _random_state(hidden.device)
+        state = self._shared(_random_state(hidden.device))
         with torch.no_grad():
             output = run(hidden)
         return RecomputedIsland(run=run, hidden=hidden, output=output, wants_grad=wants_grad, random_state=state)
 
+    def _shared(self, state: Tensor) -> Tensor:
+        """Return the state that an earlier block kept where it is the same: 5 KB on a processor, for each block."""
+        latest = None if self._latest is None else self._latest()
+        if latest is not None and torch.equal(latest, state):
+            return latest
+        self._latest = weakref.ref(state)
+        return state
+
 
 def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state.clone()  # a ledger does not see where the state itself comes from, and sees its copy
 
 
 def _restore(device: torch.device, state: Tensor) -> None:

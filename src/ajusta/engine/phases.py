@@ -23,7 +23,8 @@ def step_plan(rung: Rung, blocks: int) -> StepPlan:
 
     The first ones, because they are the ones that would hold their graph the longest.
     """
-    policies: tuple[Policy, ...] = tuple(Recompute() if i < rung.recompute_blocks else Keep() for i in range(blocks))
+    again, keep = Recompute(), Keep()
+    policies: tuple[Policy, ...] = tuple(again if i < rung.recompute_blocks else keep for i in range(blocks))
     return StepPlan(policies=policies, loss_chunk=rung.loss_chunk)
 
 

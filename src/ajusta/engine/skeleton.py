@@ -5,6 +5,7 @@ Whatever needs the weights' values comes later (engine/assemble.py); whatever on
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from ajusta.engine.bloom import replace_attention
 from ajusta.engine.chain import Chain
 from ajusta.engine.derive import derive
 from ajusta.engine.lean import make_lean
+from ajusta.memory.answers import Remembering
 
 # Registered here and not in transformers' mask interface: so transformers builds no mask at all for it.
 AttentionInterface.register(ATTENTION_NAME, attention)
@@ -71,7 +73,8 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, device: str = "
         try:
             with torch.device(device):
                 model = build_model(config, implementation, dtype)
-            return _take_apart(model, needs_mask=model.config._attn_implementation != ATTENTION_NAME)
+            with Remembering() if device == "meta" else contextlib.nullcontext():
+                return _take_apart(model, needs_mask=model.config._attn_implementation != ATTENTION_NAME)
         except _FOREIGN as error:
             reasons.append(" ".join(str(error).split())[:300])
     raise ModelError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 _UNKNOWN = object()
@@ -50,20 +51,39 @@ class Answers:
         return tensors[0] if single else tensors
 
 
+class Remembering(TorchDispatchMode):
+    """While it is active, operations on `meta` are answered from memory where they can be."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answers = Answers()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave torch's compiler out of it, as the ledger does."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer the operation."""
+        return self._answers(func, args, kwargs or {})
+
+
 def _kind(func: Any) -> str:
     """Say what an operation is by its schema: `fresh` (new tensors), `in place`, or to be left to `torch`."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return "torch"
     returns = [value.alias_info for value in schema.returns]
-    written = [number for number, value in enumerate(schema.arguments) if value.alias_info and value.alias_info.is_write]
+    taken = [value.alias_info for value in schema.arguments]
+    written = [number for number, alias in enumerate(taken) if alias and alias.is_write]
     only_tensors = all(str(value.type) == "Tensor" for value in schema.returns)
     if not returns or not only_tensors or "resize" in schema.name or "set_" in schema.name:
         return "torch"
     if written == [0] and len(returns) == 1 and returns[0] is not None and returns[0].is_write:
         return "in place"
-    aliases = any(value.alias_info for value in schema.arguments) or any(returns)
-    return "torch" if aliases else "fresh"
+    return "torch" if any(taken) or any(returns) else "fresh"
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:

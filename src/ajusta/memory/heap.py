@@ -14,7 +14,7 @@ import os
 import sys
 
 THRESHOLD_BYTES = 4 << 20
-KERNELS_KEPT = 64
+KERNELS_KEPT, KERNEL_BYTES = 64, 700_000
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 

@@ -32,6 +32,8 @@ from ajusta.memory.roofline import NOTHING, Clock, Work, work_of
 from ajusta.memory.workspaces import hidden_bytes
 from ajusta.spec.roofline import Roofline
 
+_ADOPT = "adopt"
+
 
 class Category(StrEnum):
     """What a byte is held for; the order is the order of the stacked bar."""
@@ -94,6 +96,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind = kind
         self._clock = None if roofline is None else Clock(roofline)
+        self._large = 0 if roofline is None else roofline.fresh_from_bytes
+        self._small_now, self._small_begin = 0, 0  # bytes of tensors below that
         self._answers = Answers()
         self._seconds = 0.0  # of the section that is open
         self._times = 1  # how many turns of a loop the present one stands for
@@ -165,13 +169,15 @@ class Ledger(TorchDispatchMode):
 
     def adopt(self, tensors: Iterable[torch.Tensor], category: Category) -> None:
         """Count tensors that exist already; a storage that is known keeps its weight and takes the category."""
+        small = self._small_now
         for tensor in tensors:
             key = tensor.untyped_storage()._cdata
             if key in self._live:
                 self._recategorize(key, category)
             else:
-                self._weigh(tensor, category, "adopt")
-        self._note_peak("adopt")
+                self._weigh(tensor, category, _ADOPT)
+        self._small_begin += self._small_now - small
+        self._note_peak(_ADOPT)
 
     def declare_workspace(self, size_bytes: int, operation: str, category: Category | None = None) -> None:
         """Count a buffer that an operation holds inside itself, only while it runs."""
@@ -198,7 +204,7 @@ class Ledger(TorchDispatchMode):
     @property
     def seconds(self) -> float:
         """The time of all operations since the account was last started over; 0 without a roofline."""
-        return sum(section.seconds for section in self.sections) + self._seconds
+        return sum(section.seconds for section in self.sections) + self._section_seconds()
 
     def start_over(self) -> None:
         """Forget peak, sections, events and time, keep what is live."""
@@ -222,7 +228,7 @@ class Ledger(TorchDispatchMode):
 
     def _open(self, name: str, block: int | None) -> None:
         self._name, self._begin, self._peak = (name, block), self.live_by_category(), Peak()
-        self._seconds = 0.0
+        self._seconds, self._small_begin = 0.0, self._small_now
         self._note_peak(name)
 
     def _close(self) -> None:
@@ -235,10 +241,19 @@ class Ledger(TorchDispatchMode):
                 peak=self._peak,
                 end=self.live_by_category(),
                 events=tuple(self._events),
-                seconds=self._seconds,
+                seconds=self._section_seconds(),
             )
         )
         self._fullest, self._events = self.peak, []
+
+    def _section_seconds(self) -> float:
+        """Return the time of the open section: its operations, and the finding of memory for what stays of it.
+
+        What a step leaves behind on its way is given back at its end, so it must be found in every step.
+        """
+        if self._clock is None:
+            return 0.0
+        return self._seconds + self._clock.seconds_to_find(max(0, self._small_now - self._small_begin))
 
     def _weigh(self, tensor: torch.Tensor, category: Category, operation: Any) -> None:
         storage = tensor.untyped_storage()
@@ -258,12 +273,18 @@ class Ledger(TorchDispatchMode):
     def _come(self, size: int, category: Category, number: int, operation: Any) -> None:
         self.now += size
         self._by_category[category] += size
+        if size < self._large:
+            self._small_now += size
+        elif self._clock is not None and operation != _ADOPT:
+            self._seconds += self._times * self._clock.seconds_to_find(size)
         if self.record:
             self._events.append(Event(storage=number, bytes=size, category=category, operation=str(operation)))
 
     def _go(self, size: int, category: Category, number: int) -> None:
         self.now -= size
         self._by_category[category] -= size
+        if size < self._large:
+            self._small_now -= size
         if self.record:
             self._events.append(Event(storage=number, bytes=-size, category=category, operation=""))
 

@@ -3,7 +3,7 @@
     seconds = max(FLOPs / rate, bytes / bandwidth) + per operation
 
 FLOPs are those of products and of fused attention (2 for a multiplication with its addition). Everything else goes by
-the bytes that it touches: what it reads of each storage and what it writes, a broadcast number once. Views, and what
+the bytes that it touches: what it reads of each argument and what it writes, a broadcast number once. Views, and what
 only makes room, cost nothing. Shapes alone decide, so that `meta` tensors give what real ones do.
 """
 
@@ -28,7 +28,7 @@ class Work(NamedTuple):
     bytes: int = 0
     dtype: str = "fp32"  # of the FLOPs, or of what is read and written
     rows: int = 0  # of a product
-    side: int = 0  # of a product: the shorter one of what it sums over and of its columns
+    side: int = 0  # of a product: the shorter one of what it sums over and of its columns; of attention: a head's width
     keys: int = 0  # of attention: what a row may attend to
     operations: int = 1
     kernel: str = ""  # what may have a speed of its own: `Roofline.kernels`
@@ -69,9 +69,13 @@ class Clock:
             seconds = max(seconds, work.flops * unit)
         return seconds + work.operations * self._per_operation
 
+    def seconds_to_find(self, size_bytes: int) -> float:
+        """Return how long the system takes to find so much memory."""
+        return size_bytes / self.roofline.fresh_bytes_per_s if self.roofline.fresh_bytes_per_s else 0.0
+
     def _rate(self, work: Work) -> float:
         if work.keys:
-            return self.roofline.attention_rate(work.dtype, work.keys)
+            return self.roofline.attention_rate(work.dtype, work.keys, work.side)
         return self.roofline.product_flops(work.dtype, work.rows, work.side)
 
 
@@ -144,7 +148,7 @@ def _attention(func: Any) -> Rule:
         keys = key.shape[2]
         scores = query.shape[0] * query.shape[1] * query.shape[2] * keys * (0.5 if causal else 1.0)
         flops = passes * scores * (query.shape[3] + value.shape[3])
-        return Work(flops, _moved(args, kwargs, result), _name(query), keys=keys)
+        return Work(flops, _moved(args, kwargs, result), _name(query), side=query.shape[3], keys=keys)
 
     return rule
 
@@ -162,47 +166,36 @@ def _overwrite(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) ->
 
 def _gather(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Work:
     """Read the index and as much as it asks for, and write that."""
-    return Work(0.0, _bytes(result) + _moved(args[1:], kwargs, result), _name(result))
+    return Work(0.0, result.nbytes + _moved(args[1:], kwargs, result), _name(result))
 
 
 def _scatter(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Work:
     """Read index and source, and read and write as much of the target as there is of the source."""
     incoming = list(_tensors(args[1:]))
-    source = max((_bytes(tensor) for tensor in incoming if tensor.dtype == result.dtype), default=0)
-    return Work(0.0, sum(map(_bytes, incoming)) + 2 * source, _name(result))
+    source = max((tensor.nbytes for tensor in incoming if tensor.dtype == result.dtype), default=0)
+    return Work(0.0, sum(map(_distinct_bytes, incoming)) + 2 * source, _name(result))
 
 
-def _moved(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the bytes that are read of the arguments, each storage at most once, and that are written."""
-    moved = _bytes(result) if isinstance(result, Tensor) else sum(map(_bytes, _tensors((result,))))
-    read: list[Tensor] = []
+def _moved(args: Iterable[Any], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the bytes that are read of the arguments and that are written; this is most of what telling time costs."""
+    moved: int = result.nbytes if isinstance(result, Tensor) else sum(tensor.nbytes for tensor in _tensors((result,)))
+    before = None
     for value in args:
         if isinstance(value, Tensor):
-            read.append(value)
+            if value is not before:  # a tensor times itself is read once
+                moved += value.nbytes if 0 not in value.stride() else _distinct_bytes(value)
+            before = value
         elif isinstance(value, (list, tuple)):
-            read += _tensors(value)
+            moved += sum(map(_distinct_bytes, _tensors(value)))
     if kwargs:
-        read += _tensors(value for name, value in kwargs.items() if name != "out")
-    sizes = [_bytes(tensor) for tensor in read]
-    if len(read) < 2:
-        return moved + sum(sizes)
-    storages = [tensor.untyped_storage()._cdata for tensor in read]
-    if len(set(storages)) == len(storages):
-        return moved + sum(sizes)
-    touched = dict.fromkeys(storages, 0)
-    for key, size in zip(storages, sizes, strict=True):
-        touched[key] += size
-    whole = {key: tensor.untyped_storage().nbytes() for key, tensor in zip(storages, read, strict=True)}
-    return moved + sum(min(size, whole[key]) for key, size in touched.items())
+        moved += sum(map(_distinct_bytes, _tensors(value for name, value in kwargs.items() if name != "out")))
+    return moved
 
 
-def _bytes(tensor: Tensor) -> int:
+def _distinct_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's distinct elements: what is broadcast counts once."""
-    strides = tensor.stride()
-    if 0 not in strides:
-        return tensor.nbytes
     count = tensor.numel()
-    for size, stride in zip(tensor.shape, strides, strict=True):
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride == 0 and size:
             count //= size
     return count * tensor.itemsize

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ajusta.base.units import MIB, show_bytes
+from ajusta.memory.heap import KERNEL_BYTES, KERNELS_KEPT
 from ajusta.planning.reserved import Reserved
 from ajusta.planning.trace import Subject, Traced
 from ajusta.spec.data import MicroBatch
@@ -80,7 +83,7 @@ def search(request: Request, traced: Traced | None = None) -> Plan:
         bits=request.subject.bits,
         blocks=traced.blocks,
         budget_bytes=request.machine.budget_bytes,
-        margin_bytes=margin(peak, kind),
+        margin_bytes=margin(peak, kind, request.machine.dtype),
         rungs=(taken.rung, *sorted(below, key=lambda rung: -rung.peak_bytes)),
         phases=(traced.load, traced.prepare, taken.step, *taken.others),
         choices=_choices(request, taken, candidates, traced),
@@ -121,14 +124,16 @@ def _on_a_card(plan: Plan, reserved: Reserved) -> Plan:
     return replace(plan, margin_bytes=over, reserved_bytes=reserved.reserved_bytes, beside=reserved.beside)
 
 
-def margin(peak_bytes: int, kind: str) -> int:
-    """Return what is kept free beside a peak of tensors."""
-    return MARGIN_FIXED + int(peak_bytes * MARGIN_SHARE[kind])
+def margin(peak_bytes: int, kind: str, dtype: str = "fp32") -> int:
+    """Return what is kept free beside a peak of tensors; in bf16 a processor also keeps oneDNN's compiled kernels."""
+    kernels = KERNELS_KEPT * KERNEL_BYTES if (kind, dtype) == ("cpu", "bf16") else 0
+    return MARGIN_FIXED + kernels + int(peak_bytes * MARGIN_SHARE[kind])
 
 
 def _need(peak_bytes: int, traced: Traced, kind: str) -> int:
     peak = max(peak_bytes, traced.before_bytes)
-    return peak + margin(peak, kind)
+    dtype = "bf16" if traced.subject.dtype == torch.bfloat16 else "fp32"
+    return peak + margin(peak, kind, dtype)
 
 
 class _Tracer:

@@ -90,6 +90,7 @@ class Traced:
         fitting = fit(skeleton, subject.source, subject.adapter)
         self._kinds = _kinds(skeleton, fitting, subject.source)
         self._traces: dict[Hashable, tuple[Section, ...]] = {}
+        self._reserved: dict[Hashable, Reserved] = {}
         self._load(excerpt(skeleton, self._needed()), fitting)
 
     @property
@@ -121,8 +122,12 @@ class Traced:
     def reserve(self, micro: tuple[MicroBatch, ...], rung: Rung, capability: tuple[int, int] | None) -> Reserved:
         """Say what a card's allocator reserves for one optimizer step; `record` must be on."""
         assert self._record, "the comings and goings were not recorded"
-        sections, short = self._short_step(micro, rung)
-        return reserve((*sections, *self._update), short.stands, self._resident(), capability)
+        key = (*map(_weight, micro), replace(rung, peak_bytes=0), capability)
+        if key not in self._reserved:
+            sections, short = self._short_step(micro, rung)
+            told = (*sections, *self._update)
+            self._reserved[key] = reserve(told, short.stands, self._resident(), capability)
+        return self._reserved[key]
 
     def _resident(self) -> Iterator[int]:
         """Yield the bytes of every storage that is there before the step."""

@@ -14,7 +14,10 @@ from ajusta.spec.cards import Card
 
 WIDE_ROWS, WIDE_SIDE = 256, 576  # of the large product that is measured: its rows, and its shorter other side
 SHORT_SIDE = 16  # of the two others: about an adapter's rank, and a small chunk of the loss
-SHORT, LONG = 64, 512  # tokens of the two rows that attention is measured on
+SHORT, LONG, WIDTH = 64, 512, 64  # tokens of the two rows that attention is measured on, and the width of its heads
+# A score costs its exponential whatever the width: as much as so many more columns. On a Zen 4 core (fp32, 512
+# tokens) heads of 32, 64 and 128 columns made 33, 40 and 43 GFLOP/s, which 17 explains.
+EXPONENTIAL = 17
 
 # What a data sheet's peak is worth. Unmeasured, all of them, until `ajusta doctor --measure` has run on the card.
 TENSOR_SHARE = 0.6  # of the peak; published figures of large products lie between about 0.5 and 0.9 of it
@@ -51,6 +54,8 @@ class Roofline:
     bandwidth_bytes_per_s: float  # read and written together
     narrow_bytes_per_s: float = 0.0  # the same of 16-bit numbers, which a processor widens first; 0: no difference
     per_operation_s: float  # of every operation that does work, beside that work
+    fresh_bytes_per_s: float = 0.0  # of memory that the system must find for new tensors; 0: it costs nothing
+    fresh_from_bytes: int = 0  # tensors of this size on are found memory each; smaller ones use what others left
     kernels: Mapping[str, Kernel] = field(default_factory=dict, hash=False)
     source: str  # whose figures these are, for a person
     measured: bool  # on this very device
@@ -59,6 +64,7 @@ class Roofline:
         mappings = (self.matmul_flops, self.thin_flops, self.few_flops, self.attention_flops, self.short_flops)
         figures = [self.bandwidth_bytes_per_s, *(rate for rates in mappings for rate in rates.values())]
         assert self.matmul_flops and min(figures) > 0 and self.per_operation_s >= 0 <= self.narrow_bytes_per_s
+        assert self.fresh_bytes_per_s >= 0 <= self.fresh_from_bytes
 
     def product_flops(self, dtype: str, rows: int, side: int) -> float:
         """Return the FLOP/s of a product with so many rows, whose shorter other side is `side`.
@@ -73,15 +79,16 @@ class Roofline:
         a = max(0.0, 1 / wide - b / WIDE_ROWS - c / WIDE_SIDE)
         return 1 / (a + b / rows + c / side)
 
-    def attention_rate(self, dtype: str, tokens: int) -> float:
-        """Return the FLOP/s of fused attention over rows of so many tokens; unknown, those of a product.
+    def attention_rate(self, dtype: str, tokens: int, width: int) -> float:
+        """Return the FLOP/s of fused attention over rows of so many tokens, heads of such a width.
 
-        The time of a unit of work is a + b / tokens, by the two rows that are measured.
+        The time of a unit of work is a + b / tokens, by the two rows that are measured. Unknown, it is a product's.
         """
         wide = self.matmul_flops.get(dtype) or min(self.matmul_flops.values())
         long = self.attention_flops.get(dtype, wide)
         b = max(0.0, (1 / self.short_flops.get(dtype, long) - 1 / long) / (1 / SHORT - 1 / LONG))
-        return 1 / (max(0.0, 1 / long - b / LONG) + b / tokens)
+        unit = max(0.0, 1 / long - b / LONG) + b / tokens
+        return 1 / (unit * (1 + EXPONENTIAL / width) / (1 + EXPONENTIAL / WIDTH))
 
     def bytes_per_s(self, narrow: bool) -> float:
         """Return the bandwidth for numbers of 16 bits, or of more."""

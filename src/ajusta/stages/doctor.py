@@ -94,6 +94,7 @@ def _figures(roofline: Roofline) -> Iterator[tuple[str, str]]:
         yield what, ", ".join(f"{dtype} {rate / 1e9:.0f} GFLOP/s" for dtype, rate in rates.items())
     yield "bandwidth", f"{show_bytes(roofline.bandwidth_bytes_per_s)}/s"
     yield "bandwidth in 16 bits", f"{show_bytes(roofline.narrow_bytes_per_s)}/s"
+    yield "new memory", f"{show_bytes(roofline.fresh_bytes_per_s)}/s from {show_bytes(roofline.fresh_from_bytes)} on"
     yield "each operation", f"{roofline.per_operation_s * 1e6:.1f} us"
     expanding = (
         f"{name} {kernel.numbers_per_s / 1e9:.1f} G/s and {kernel.call_s * 1e6:.0f} us a call"

@@ -29,7 +29,7 @@ from ajusta.stages.speed import measure_roofline
 FORM = 1  # of the file; another number is another form
 QUICK_S = 0.3
 _RATES = ("matmul_flops", "thin_flops", "few_flops", "attention_flops", "short_flops")
-_SPEEDS = ("bandwidth_bytes_per_s", "narrow_bytes_per_s", "per_operation_s")
+_SPEEDS = ("bandwidth_bytes_per_s", "narrow_bytes_per_s", "per_operation_s", "fresh_bytes_per_s", "fresh_from_bytes")
 
 Note = Callable[[str], None]
 
@@ -140,6 +140,7 @@ def _known(row: Any) -> Known:
     told = row["roofline"]
     figures: dict[str, Any] = {name: _figures(told[name], name) for name in _RATES}
     figures |= {name: _figure(told[name], name) for name in _SPEEDS}
+    figures["fresh_from_bytes"] = int(figures["fresh_from_bytes"])
     figures["kernels"] = {name: _kernel(kernel, name) for name, kernel in told["kernels"].items()}
     outside = {name: int(size) for name, size in _figures(row["outside"], "outside").items()}
     return Known(roofline=Roofline(**figures, source=str(told["source"]), measured=True), outside=outside)

@@ -13,16 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ajusta.blocks import bitsandbytes_kernels, nf4_codes
 from ajusta.blocks.attention import AttentionBias, SegmentAttention, Segments
+from ajusta.blocks.gated import GatedMlp
 from ajusta.blocks.int8 import Int8
 from ajusta.blocks.linear import FrozenLinear
 from ajusta.blocks.lora import LoraLinear
+from ajusta.blocks.norm import VARIANTS, RmsNorm
 from ajusta.blocks.recompute import Keep
 from ajusta.memory.dtypes import DTYPES
+from ajusta.memory.heap import THRESHOLD_BYTES
 from ajusta.memory.ledger import Ledger
 from ajusta.memory.roofline import kernel_name
 from ajusta.spec.roofline import LONG, SHORT, SHORT_SIDE, WIDE_ROWS, WIDE_SIDE, Kernel, Roofline
@@ -31,7 +34,7 @@ TOKENS, HIDDEN, INNER, HEADS = WIDE_ROWS, WIDE_SIDE, 1536, 9  # a small model's 
 MEASURE_S, ROUNDS = 6.0, 5
 _STREAM = {"cpu": 1 << 18, "cuda": 1 << 26}  # numbers: a hidden state on a processor, beyond all caches on a card
 _STREAMS = 8  # of them, so that none is still in the nearest cache when its turn comes
-_TINY, _TINY_LAYERS = 16, 4  # width of layers whose arithmetic is nothing beside their calls
+_TINY, _TINY_BLOCKS = 16, 2  # width and tokens of blocks whose arithmetic is nothing beside their calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,9 @@ def measure_roofline(device: torch.device, seconds: float = MEASURE_S) -> Roofli
         **{f"short {name}": _attention(DTYPES[name], device, SHORT) for name in names},
         "bandwidth": _stream(torch.float32, device),
         "narrow": _stream(torch.bfloat16, device),
-        "operation": _tiny_layers(device),
+        "operation": _tiny_step(device),
+        "found": _fill(device, anew=True),
+        "had": _fill(device, anew=False),
     }
     expansions = {
         kernel_name(kind, DTYPES[name]): tuple(make(DTYPES[name], device, rows) for rows in (1, INNER))
@@ -107,6 +112,8 @@ def measure_roofline(device: torch.device, seconds: float = MEASURE_S) -> Roofli
         bandwidth_bytes_per_s=rates["bandwidth"],
         narrow_bytes_per_s=rates["narrow"],
         per_operation_s=1 / rates["operation"],
+        fresh_bytes_per_s=probes["found"].amount / max(taken["found"] - taken["had"], 1e-9),
+        fresh_from_bytes=THRESHOLD_BYTES,
         kernels={
             name: Kernel(
                 call_s=taken[f"{name} small"],
@@ -196,25 +203,27 @@ def _stream(dtype: torch.dtype, device: torch.device) -> _Probe:
     return _Probe(run=run, amount=float(len(rows) * (3 + 2 + 3 + 2 + 1) * rows[0].nbytes))
 
 
-def _tiny_layers(device: torch.device) -> _Probe:
-    """Time adapted layers that are all calls and no arithmetic; the amount is their operations, as a ledger counts."""
-    generator = torch.Generator().manual_seed(0)
-    layers = [
-        LoraLinear.from_base(
-            FrozenLinear.store(torch.randn(_TINY, _TINY, device=device), None), rank=4, alpha=4.0, generator=generator
-        )
-        for _ in range(_TINY_LAYERS)
-    ]
+def _fill(device: torch.device, *, anew: bool) -> _Probe:
+    """Time the filling of a tensor that is large enough to be mapped anew each time, or of one that is there."""
+    count = 4 * THRESHOLD_BYTES // 4
+    there = torch.empty(count, device=device)
+    run = (lambda: torch.empty(count, device=device).fill_(1.0)) if anew else (lambda: there.fill_(1.0))
+    return _Probe(run=run, amount=float(there.nbytes))
+
+
+def _tiny_step(device: torch.device) -> _Probe:
+    """Time blocks that are all calls and no arithmetic; the amount is their operations, as a ledger counts them."""
+    blocks = [_TinyBlock(device) for _ in range(_TINY_BLOCKS)]
     start = torch.randn(1, _TINY, _TINY, device=device)
 
-    def block(hidden: Tensor) -> Tensor:
-        for layer in layers:
-            hidden = hidden + functional.silu(layer(functional.rms_norm(hidden, (_TINY,))))
-        return hidden
-
     def there_and_back() -> None:
-        island = Keep().forward(block, start, wants_grad=True)
-        island.backward(torch.ones_like(island.output))
+        islands, hidden = [], start
+        for block in blocks:
+            islands.append(Keep().forward(block, hidden, wants_grad=True))
+            hidden = islands[-1].output
+        grad: Tensor | None = torch.ones_like(hidden)
+        while islands and grad is not None:
+            grad = islands.pop().backward(grad)
 
     there_and_back()  # from here on there are gradients to add to, as in a step
     endless = 1e30
@@ -224,6 +233,41 @@ def _tiny_layers(device: torch.device) -> _Probe:
     with Ledger(device.type, roofline=counting) as ledger:
         there_and_back()
     return _Probe(run=there_and_back, amount=float(round(ledger.seconds)))
+
+
+class _TinyBlock(nn.Module):
+    """A decoder block out of the engine's own parts: norms, seven adapted layers, rotation, attention in segments."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def layer() -> LoraLinear:
+            base = FrozenLinear.store(torch.randn(_TINY, _TINY, device=device).div_(_TINY), None)
+            return LoraLinear.from_base(base, rank=4, alpha=4.0, generator=generator)
+
+        def norm() -> RmsNorm:
+            return RmsNorm(nn.Parameter(torch.ones(_TINY, device=device), False), 1e-6, VARIANTS[0])
+
+        parts = nn.ModuleDict({"gate_proj": layer(), "up_proj": layer(), "down_proj": layer(), "act_fn": nn.SiLU()})
+        self.qkv, self.out = nn.ModuleList([layer() for _ in range(3)]), layer()
+        self.norms, self.mlp = nn.ModuleList([norm(), norm()]), GatedMlp(parts)
+        self.cos, self.sin = (torch.ones(_TINY, _TINY // 2, device=device) for _ in range(2))
+        self.segments = Segments(ends=(_TINY // 4, _TINY // 2, _TINY))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the hidden state [1, T, H] behind the block; two heads."""
+        normal = self.norms[0](hidden)
+        query, key, value = (layer(normal).view(1, _TINY, 2, -1).transpose(1, 2) for layer in self.qkv)
+        query, key = self._rotate(query), self._rotate(key)
+        mixed: Tensor = SegmentAttention.apply(query, key, value, 1.0, self.segments, AttentionBias())
+        middle = hidden + self.out(mixed.transpose(1, 2).reshape(1, _TINY, _TINY))
+        result: Tensor = middle + self.mlp(self.norms[1](middle))
+        return result
+
+    def _rotate(self, heads: Tensor) -> Tensor:
+        left, right = heads[..., : _TINY // 4], heads[..., _TINY // 4 :]
+        return heads * self.cos + torch.cat((-right, left), dim=-1) * self.sin
 
 
 def _fastest(run: Callable[[], object], device: torch.device, seconds: float = 0.3) -> float:
