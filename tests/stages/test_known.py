@@ -135,7 +135,8 @@ def test_an_unmeasured_card_goes_by_its_data_sheet() -> None:
 def test_what_is_nowhere_is_measured_quickly_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, float]] = []
 
-    def measure(device: torch.device, seconds: float) -> Roofline:
+    def measure(device: torch.device, seconds: float, storages: tuple[str, ...]) -> Roofline:
+        assert storages == ("int8",), "bitsandbytes takes seconds to load"
         asked.append((device.type, seconds))
         return KNOWN.roofline
 

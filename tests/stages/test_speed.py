@@ -9,9 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ajusta.memory.dtypes import DTYPES
 from ajusta.memory.ledger import Ledger
-from ajusta.spec.roofline import LONG, SHORT_SIDE, Roofline
+from ajusta.spec.roofline import SHORT_SIDE, Roofline
 from ajusta.stages import doctor as doctor_module
 from ajusta.stages import speed
 from ajusta.stages.known import Known, recall
@@ -34,6 +33,7 @@ def test_a_measurement_is_complete() -> None:
     assert set(roofline.kernels) == {f"{kind} {dtype}" for kind in ("nf4", "int8") for dtype in ("fp32", "bf16")}
     assert all(kernel.call_s > 0 and kernel.numbers_per_s > 0 for kernel in roofline.kernels.values())
     assert 0 < roofline.per_operation_s < 1 and roofline.narrow_bytes_per_s > 0
+    assert set(speed.measure_roofline(CPU, 0.02, ("int8",)).kernels) == {"int8 fp32", "int8 bf16"}
     assert roofline.measured and torch.__version__ in roofline.source
 
 
@@ -44,7 +44,6 @@ def test_a_measurement_is_complete() -> None:
         (lambda: speed._product(torch.float32, CPU, SHORT_SIDE, 64), counting(matmul_flops=1.0)),
         (lambda: speed._attention(torch.float32, CPU, 96), counting(matmul_flops=1.0)),
         (lambda: speed._stream(torch.float32, CPU), counting(bandwidth_bytes_per_s=1.0)),
-        (lambda: speed._tiny_step(CPU), counting(per_operation_s=1.0)),
     ],
 )
 def test_a_probe_does_the_amount_that_it_says(make: Callable[[], speed._Probe], roofline: Roofline) -> None:
@@ -52,6 +51,21 @@ def test_a_probe_does_the_amount_that_it_says(make: Callable[[], speed._Probe], 
     with Ledger(roofline=roofline) as ledger:
         probe.run()
     assert ledger.seconds == pytest.approx(probe.amount, rel=0.02)  # the means of rows are left out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_call_takes_what_the_work_of_a_step_leaves_over(dtype: torch.dtype) -> None:
+    run = speed._small_step(dtype, CPU)
+    known = Roofline(
+        matmul_flops={"fp32": 1e9}, bandwidth_bytes_per_s=1e9, per_operation_s=0.0, source="made up", measured=False
+    )
+    work = speed._seconds_by(known, run, CPU)
+    assert work == speed._seconds_by(known, run, CPU) > 0
+    calls = speed._seconds_by(counting(per_operation_s=1.0), run, CPU)
+    assert 500 < calls < 1500 and calls == pytest.approx(round(calls))
+    told = speed._call_seconds(known, run, work + calls * 2e-5, CPU)
+    assert told == pytest.approx(2e-5)
+    assert 0 < speed._call_seconds(known, run, work / 2, CPU) < 1e-10  # a disturbed measurement
 
 
 def test_every_probe_has_its_turn_in_every_round_and_the_best_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +117,3 @@ def test_doctor_says_where_its_figures_cannot_be_kept(monkeypatch: pytest.Monkey
     device, found = doctor_module.find_device("cpu")
     finding = doctor_module._measured(device, found)[-1]
     assert finding.problem is not None and finding.cure is not None and "XDG_CACHE_HOME" in finding.cure
-
-
-def test_the_lengths_and_dtypes_that_are_measured_are_those_of_the_noun() -> None:
-    assert speed.TOKENS > SHORT_SIDE and LONG > 64 and {"fp32", "bf16"} <= set(DTYPES)

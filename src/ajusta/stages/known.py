@@ -43,7 +43,7 @@ class Known:
 
 
 def roofline_for(device: Device, note: Note) -> Roofline:
-    """Return the speeds of a device: as they were measured, else by its data sheet, else by a third of a second.
+    """Return the speeds of a device: as they were measured, else by its data sheet, else by a second of timing.
 
     `note` is told, in one line, what is wrong with figures that cannot be used.
     """
@@ -60,8 +60,8 @@ def roofline_for(device: Device, note: Note) -> Roofline:
 
 @functools.cache
 def _quick(kind: str, threads: int) -> Roofline:
-    """Measure roughly, once a process and number of threads."""
-    return measure_roofline(torch.device(kind), QUICK_S)
+    """Measure roughly, once a process and number of threads; NF4 goes by its bytes."""
+    return measure_roofline(torch.device(kind), QUICK_S, storages=("int8",))
 
 
 def recall(device: Device, note: Note) -> Known | None:

@@ -9,8 +9,8 @@ A roofline's figures are each the best of many runs, in rounds over all of them,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,14 @@ from ajusta.memory.dtypes import DTYPES
 from ajusta.memory.heap import THRESHOLD_BYTES
 from ajusta.memory.ledger import Ledger
 from ajusta.memory.roofline import kernel_name
-from ajusta.spec.roofline import LONG, SHORT, SHORT_SIDE, WIDE_ROWS, WIDE_SIDE, Kernel, Roofline
+from ajusta.spec.roofline import LONG, SHORT, SHORT_SIDE, WIDE_ROWS, WIDE_SIDE, WIDTH, Kernel, Roofline
 
 TOKENS, HIDDEN, INNER, HEADS = WIDE_ROWS, WIDE_SIDE, 1536, 9  # a small model's layer over a small micro-batch
 MEASURE_S, ROUNDS = 6.0, 5
 _STREAM = {"cpu": 1 << 18, "cuda": 1 << 26}  # numbers: a hidden state on a processor, beyond all caches on a card
-_STREAMS = 8  # of them, so that none is still in the nearest cache when its turn comes
-_TINY, _TINY_BLOCKS = 16, 2  # width and tokens of blocks whose arithmetic is nothing beside their calls
+_STREAMS, _LAYERS = 32, 4  # of them, and of weights: more than the near caches hold when the first one's turn comes
+_WIDTH, _BLOCKS = 256, 4  # of the small blocks whose calls are timed
+_LEAST_S = 1e-9  # what a difference of two times is at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,34 +76,51 @@ def layer_rate(dtype: torch.dtype, device: torch.device) -> float:
     return TOKENS / _fastest(there_and_back, device)
 
 
-def measure_roofline(device: torch.device, seconds: float = MEASURE_S) -> Roofline:
-    """Time what a roofline is made of on this device, for about so many seconds in all; more makes it steadier."""
-    names = ("fp32", "bf16") if device.type == "cpu" else tuple(DTYPES)
+def measure_roofline(
+    device: torch.device, seconds: float = MEASURE_S, storages: Sequence[str] = ("nf4", "int8")
+) -> Roofline:
+    """Time what a roofline is made of on this device.
+
+    Args:
+        device: where.
+        seconds: beside the first run of each thing, about a second in all; more makes the figures steadier.
+        storages: whose expansion is timed; nf4 loads bitsandbytes where that is installed, which takes seconds.
+    """
+    names = _names(device)
+    steps = {name: _small_step(DTYPES[name], device) for name in names}
     probes = {
         **{f"matmul {name}": _product(DTYPES[name], device, TOKENS, INNER) for name in names},
         **{f"thin {name}": _product(DTYPES[name], device, TOKENS, SHORT_SIDE) for name in names},
         **{f"few {name}": _product(DTYPES[name], device, SHORT_SIDE, INNER) for name in names},
         **{f"attention {name}": _attention(DTYPES[name], device, LONG) for name in names},
         **{f"short {name}": _attention(DTYPES[name], device, SHORT) for name in names},
+        **{f"step {name}": _Probe(run=run, amount=1.0) for name, run in steps.items()},
         "bandwidth": _stream(torch.float32, device),
-        "narrow": _stream(torch.bfloat16, device),
-        "operation": _tiny_step(device),
+        "narrow": _stream(DTYPES[names[-1]], device),
         "found": _fill(device, anew=True),
         "had": _fill(device, anew=False),
+        **_expansions(storages, names, device),
     }
-    expansions = {
-        kernel_name(kind, DTYPES[name]): tuple(make(DTYPES[name], device, rows) for rows in (1, INNER))
-        for kind, make in _KERNELS
-        for name in names
-    }
-    for name, (small, large) in expansions.items():
-        probes |= {f"{name} small": small, f"{name} large": large}
     taken = _best_seconds(probes, device, seconds)
+    without_calls = _as_roofline(probes, taken, names, f"measured on this device, torch {torch.__version__}")
+    calls = [_call_seconds(without_calls, run, taken[f"step {name}"], device) for name, run in steps.items()]
+    return replace(without_calls, per_operation_s=sum(calls) / len(calls))
+
+
+def _as_roofline(
+    probes: Mapping[str, _Probe], taken: Mapping[str, float], names: tuple[str, ...], source: str
+) -> Roofline:
+    """Return what these times say, the calls left out."""
     rates = {name: probe.amount / taken[name] for name, probe in probes.items()}
 
     def of(what: str) -> Mapping[str, float]:
         return {name: rates[f"{what} {name}"] for name in names}
 
+    kernels = {}
+    for name in (probe.removesuffix(" small") for probe in probes if probe.endswith(" small")):
+        small, large = taken[f"{name} small"], taken[f"{name} large"]
+        rate = probes[f"{name} large"].amount / max(large - small, _LEAST_S)
+        kernels[name] = Kernel(call_s=small, numbers_per_s=rate)
     return Roofline(
         matmul_flops=of("matmul"),
         thin_flops=of("thin"),
@@ -111,19 +129,27 @@ def measure_roofline(device: torch.device, seconds: float = MEASURE_S) -> Roofli
         short_flops=of("short"),
         bandwidth_bytes_per_s=rates["bandwidth"],
         narrow_bytes_per_s=rates["narrow"],
-        per_operation_s=1 / rates["operation"],
-        fresh_bytes_per_s=probes["found"].amount / max(taken["found"] - taken["had"], 1e-9),
+        per_operation_s=0.0,
+        fresh_bytes_per_s=probes["found"].amount / max(taken["found"] - taken["had"], _LEAST_S),
         fresh_from_bytes=THRESHOLD_BYTES,
-        kernels={
-            name: Kernel(
-                call_s=taken[f"{name} small"],
-                numbers_per_s=large.amount / max(taken[f"{name} large"] - taken[f"{name} small"], 1e-9),
-            )
-            for name, (_, large) in expansions.items()
-        },
-        source=f"measured on this device in {seconds:g} s, torch {torch.__version__}",
+        kernels=kernels,
+        source=source,
         measured=True,
     )
+
+
+def _call_seconds(roofline: Roofline, run: Callable[[], object], taken: float, device: torch.device) -> float:
+    """Return what each operation of a run took beside its work."""
+    work = _seconds_by(roofline, run, device)
+    calls = _seconds_by(replace(roofline, per_operation_s=1.0), run, device) - work
+    return max(taken - work, _LEAST_S) / calls
+
+
+def _names(device: torch.device) -> tuple[str, ...]:
+    """Return the dtypes to time: fp32, and 16-bit ones. Cards before Ampere have no bf16, and kernels refuse it."""
+    if device.type == "cpu":
+        return ("fp32", "bf16")
+    return ("fp32", "bf16", "fp16") if torch.cuda.get_device_capability(device) >= (8, 0) else ("fp32", "fp16")
 
 
 def _best_seconds(probes: Mapping[str, _Probe], device: torch.device, seconds: float) -> dict[str, float]:
@@ -139,7 +165,7 @@ def _best_seconds(probes: Mapping[str, _Probe], device: torch.device, seconds: f
 
 def _product(dtype: torch.dtype, device: torch.device, rows: int, columns: int) -> _Probe:
     """Time a layer's product there and back, over a few layers: the weights of the next one are in no near cache."""
-    layers = 2 if rows == TOKENS else _STREAMS
+    layers = _LAYERS if rows == TOKENS else 2 * _LAYERS
     left = torch.randn(rows, HIDDEN, device=device).to(dtype)
     weights = [torch.randn(columns, HIDDEN, device=device).div_(HIDDEN).to(dtype) for _ in range(layers)]
 
@@ -185,7 +211,17 @@ def _expand_int8(dtype: torch.dtype, device: torch.device, rows: int) -> _Probe:
     return _Probe(run=lambda: weight.rows(0, rows, dtype), amount=float(rows * HIDDEN))
 
 
-_KERNELS = (("nf4", _expand_nf4), ("int8", _expand_int8))
+_KERNELS = {"nf4": _expand_nf4, "int8": _expand_int8}
+
+
+def _expansions(storages: Sequence[str], names: tuple[str, ...], device: torch.device) -> dict[str, _Probe]:
+    """Return a small and a large expansion of each storage to each dtype: a call, and a call with its numbers."""
+    return {
+        f"{kernel_name(kind, DTYPES[name])} {size}": _KERNELS[kind](DTYPES[name], device, rows)
+        for kind in storages
+        for name in names
+        for size, rows in (("small", 1), ("large", INNER))
+    }
 
 
 def _stream(dtype: torch.dtype, device: torch.device) -> _Probe:
@@ -211,10 +247,14 @@ def _fill(device: torch.device, *, anew: bool) -> _Probe:
     return _Probe(run=run, amount=float(there.nbytes))
 
 
-def _tiny_step(device: torch.device) -> _Probe:
-    """Time blocks that are all calls and no arithmetic; the amount is their operations, as a ledger counts them."""
-    blocks = [_TinyBlock(device) for _ in range(_TINY_BLOCKS)]
-    start = torch.randn(1, _TINY, _TINY, device=device)
+def _small_step(dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """Return a step through a few small blocks, forward and backward; what its arithmetic leaves over are its calls.
+
+    A loop of one tiny operation would not do: between large tensors, and with all of a model's code, a call takes two
+    to three times as long.
+    """
+    blocks = [_SmallBlock(dtype, device) for _ in range(_BLOCKS)]
+    start = torch.randn(1, SHORT, _WIDTH, device=device).to(dtype)
 
     def there_and_back() -> None:
         islands, hidden = [], start
@@ -226,47 +266,48 @@ def _tiny_step(device: torch.device) -> _Probe:
             grad = islands.pop().backward(grad)
 
     there_and_back()  # from here on there are gradients to add to, as in a step
-    endless = 1e30
-    counting = Roofline(
-        matmul_flops={"fp32": endless}, bandwidth_bytes_per_s=endless, per_operation_s=1.0, source="", measured=False
-    )
-    with Ledger(device.type, roofline=counting) as ledger:
-        there_and_back()
-    return _Probe(run=there_and_back, amount=float(round(ledger.seconds)))
+    return there_and_back
 
 
-class _TinyBlock(nn.Module):
+def _seconds_by(roofline: Roofline, run: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a run's operations on such a device."""
+    with Ledger(device.type, roofline=roofline) as ledger:
+        run()
+    return ledger.seconds
+
+
+class _SmallBlock(nn.Module):
     """A decoder block out of the engine's own parts: norms, seven adapted layers, rotation, attention in segments."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
         def layer() -> LoraLinear:
-            base = FrozenLinear.store(torch.randn(_TINY, _TINY, device=device).div_(_TINY), None)
-            return LoraLinear.from_base(base, rank=4, alpha=4.0, generator=generator)
+            base = FrozenLinear.store(torch.randn(_WIDTH, _WIDTH, device=device).div_(_WIDTH).to(dtype), None)
+            return LoraLinear.from_base(base, rank=SHORT_SIDE, alpha=1.0, generator=generator)
 
         def norm() -> RmsNorm:
-            return RmsNorm(nn.Parameter(torch.ones(_TINY, device=device), False), 1e-6, VARIANTS[0])
+            return RmsNorm(nn.Parameter(torch.ones(_WIDTH, device=device, dtype=dtype), False), 1e-6, VARIANTS[0])
 
         parts = nn.ModuleDict({"gate_proj": layer(), "up_proj": layer(), "down_proj": layer(), "act_fn": nn.SiLU()})
         self.qkv, self.out = nn.ModuleList([layer() for _ in range(3)]), layer()
         self.norms, self.mlp = nn.ModuleList([norm(), norm()]), GatedMlp(parts)
-        self.cos, self.sin = (torch.ones(_TINY, _TINY // 2, device=device) for _ in range(2))
-        self.segments = Segments(ends=(_TINY // 4, _TINY // 2, _TINY))
+        self.cos, self.sin = (torch.ones(SHORT, WIDTH, device=device, dtype=dtype) for _ in range(2))
+        self.segments = Segments(ends=(SHORT // 2, SHORT))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the hidden state [1, T, H] behind the block; two heads."""
+        """Return the hidden state [1, SHORT, _WIDTH] behind the block."""
         normal = self.norms[0](hidden)
-        query, key, value = (layer(normal).view(1, _TINY, 2, -1).transpose(1, 2) for layer in self.qkv)
+        query, key, value = (layer(normal).view(1, SHORT, -1, WIDTH).transpose(1, 2) for layer in self.qkv)
         query, key = self._rotate(query), self._rotate(key)
-        mixed: Tensor = SegmentAttention.apply(query, key, value, 1.0, self.segments, AttentionBias())
-        middle = hidden + self.out(mixed.transpose(1, 2).reshape(1, _TINY, _TINY))
+        mixed: Tensor = SegmentAttention.apply(query, key, value, WIDTH**-0.5, self.segments, AttentionBias())
+        middle = hidden + self.out(mixed.transpose(1, 2).reshape(1, SHORT, _WIDTH))
         result: Tensor = middle + self.mlp(self.norms[1](middle))
         return result
 
     def _rotate(self, heads: Tensor) -> Tensor:
-        left, right = heads[..., : _TINY // 4], heads[..., _TINY // 4 :]
+        left, right = heads.chunk(2, dim=-1)
         return heads * self.cos + torch.cat((-right, left), dim=-1) * self.sin
 
 
