@@ -20,6 +20,7 @@ from ajusta.memory.ledger import Category
 from ajusta.planning.search import Request, search
 from ajusta.planning.trace import Subject
 from ajusta.spec.device import Device, Machine
+from ajusta.spec.speeds import typical_processor
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _CHARACTERS_PER_TOKEN = 8  # more than English has, so that the text never ends early
@@ -73,7 +74,14 @@ def plan(gguf: Path, case: Case) -> Rung:
             measured=lambda tokens: micro,
             step_tokens=case.tokens,
             longest=case.tokens,
-            machine=Machine(device=device, dtype=case.dtype, dtype_because="", budget_bytes=1 << 40, budget_because=""),
+            machine=Machine(
+                device=device,
+                dtype=case.dtype,
+                dtype_because="",
+                budget_bytes=1 << 40,
+                budget_because="",
+                roofline=typical_processor(1),
+            ),
             recompute={"keep": "none", "full": "full"}[case.checkpointing],
             micro_tokens=case.tokens,
         )

@@ -42,7 +42,7 @@ def plan(config: Config, listener: Listener = silent, *, gpu: str | None = None)
     Raises:
         UserError: a setting, the data, the model or the card cannot be used.
     """
-    shape, machine = open_shape(config), _machine(config, gpu)
+    shape, machine = open_shape(config), _machine(config, gpu, listener)
     return search(_request(config, shape, machine, _demand(config, shape, listener), with_savings=True))
 
 
@@ -64,7 +64,7 @@ def longest_context(config: Config, listener: Listener = silent, *, gpu: str | N
     Raises:
         UserError: a setting, the model or the card cannot be used, or not even the shortest example fits.
     """
-    shape, machine = open_shape(config), _machine(config, gpu)
+    shape, machine = open_shape(config), _machine(config, gpu, listener)
 
     def request_at(tokens: int) -> Request:
         asked = config.model_copy(update={"max_length": tokens, "batch_size": 1})
@@ -85,7 +85,7 @@ def largest_model(config: Config, listener: Listener = silent, *, gpu: str | Non
     Raises:
         UserError: a setting or the card cannot be used, or not even the smallest model fits.
     """
-    machine = _machine(config, gpu)
+    machine = _machine(config, gpu, listener)
 
     def plan_for(name: str) -> Plan:
         asked = config.model_copy(update={"model": name})
@@ -124,8 +124,8 @@ def doctor(listener: Listener = silent, *, measure: bool = False) -> tuple[Findi
     return look_around(measure=measure)
 
 
-def _machine(config: Config, gpu: str | None) -> Machine:
-    return look_at_machine(config)[1] if gpu is None else machine_of(gpu, config)
+def _machine(config: Config, gpu: str | None, listener: Listener) -> Machine:
+    return look_at_machine(config, Phases(listener).note)[1] if gpu is None else machine_of(gpu, config)
 
 
 def _demand(config: Config, shape: Shape, listener: Listener) -> Demand:

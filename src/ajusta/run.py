@@ -120,7 +120,9 @@ def evaluate(
     config = config.model_copy(update={"exam": tuple(exams) or config.exam})
     work = read_work(config, base, all_heldout=bool(data))
     loaded = _load_tuned(config, base, place, listener)
-    rung = search(make_request(config, base.config, base.source, look_at_machine(config)[1], work.demand)).rung
+    rung = search(
+        make_request(config, base.config, base.source, look_at_machine(config, Phases(listener).note)[1], work.demand)
+    ).rung
     measuring = Measuring(loaded=loaded, base=base, work=work, rung=rung, system=config.text.system, folder=place)
     results = measure(measuring, Phases(listener), when="after")
     return Measured(results=results, adapter=str(place.adapter))
@@ -202,7 +204,7 @@ def _decide(config: Config, folder: RunFolder, phases: Phases) -> _Decided:
         phases.tell_data(work.prepared.summary)
     with phases.phase("plan"):
         earlier = read_earlier(folder)
-        device, machine = look_at_machine(config, earlier.config.dtype if earlier else None)
+        device, machine = look_at_machine(config, phases.note, earlier.config.dtype if earlier else None)
         config = config.model_copy(update={"dtype": machine.dtype, "revision": base.revision})
         require_same(folder.checkpoints, work.identity(config, base))
         request = make_request(config, base.config, base.source, machine, work.demand, with_savings=True)
@@ -335,7 +337,7 @@ def _keep_record(ready: _Ready, trained: Trained, results: tuple[Results, Result
 
 
 def _load_tuned(config: Config, base: Base, place: RunFolder, listener: Listener) -> Loaded:
-    device, machine = look_at_machine(config)
+    device, machine = look_at_machine(config, Phases(listener).note)
     return load_base(
         base,
         device,

@@ -29,6 +29,11 @@ FAMILIES = {
 }
 
 
+def slow_but(*quick: str) -> list[object]:
+    """Every family; those that are not named run in the slow lane."""
+    return [kind if kind in quick else pytest.param(kind, marks=pytest.mark.slow) for kind in FAMILIES]
+
+
 def rung(recompute: int) -> Rung:
     return Rung(recompute_blocks=recompute, micro_tokens=100, loss_chunk=16, peak_bytes=0)
 
@@ -38,7 +43,7 @@ def deep(kind: str, bits: str = "none") -> module.Subject:
     return subject(ShapedModel(config, module.torch.float32), bits)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", slow_but("llama", "bloom", "qwen3_moe"))
 def test_a_short_row_tells_of_the_whole_depth_to_the_byte(kind: str) -> None:
     what = deep(kind, "nf4" if kind != "qwen3_moe" else "none")
     short, whole = Traced(what), Traced(what, shortened=False)

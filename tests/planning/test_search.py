@@ -1,4 +1,4 @@
-"""The plan is the cheapest one that fits, found by trying them all; what does not fit comes with ways out."""
+"""The plan is the fastest one that fits, found by trying them all; what does not fit comes with ways out."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from tiny_models import numel, tiny_config
 
 from ajusta.base.units import parse_bytes
 from ajusta.planning import search as module
-from ajusta.planning.search import MARGIN_FIXED, Request, full_fine_tuning_bytes, margin, relative_cost, search
+from ajusta.planning.search import MARGIN_FIXED, Request, full_fine_tuning_bytes, margin, search
 from ajusta.planning.trace import Subject, Traced
 from ajusta.spec.data import MicroBatch
 from ajusta.spec.plan import PhasePeak, Plan, Rung
+from ajusta.spec.roofline import Roofline
+from ajusta.spec.speeds import typical_processor
 
 
 class Remembered(Traced):
     """Traces a rung once in all tests of this file: each search builds its model anew, which is what takes time."""
 
-    def __init__(self, subject: Subject) -> None:
-        super().__init__(subject)
+    def __init__(self, subject: Subject, roofline: Roofline) -> None:
+        super().__init__(subject, roofline=roofline)
         self._steps: dict[object, PhasePeak] = {}
 
     def step(self, micro: tuple[MicroBatch, ...], rung: Rung) -> PhasePeak:
@@ -38,14 +40,15 @@ class Remembered(Traced):
         return self._steps[key]
 
 
+SPEEDS = typical_processor(1)
 _remembered: dict[object, Remembered] = {}
 
 
-def remembered(what: Subject, *, record: bool = False) -> Remembered:
+def remembered(what: Subject, *, record: bool = False, roofline: Roofline = SPEEDS) -> Remembered:
     assert what.adapter is not None
     key = (what.source, what.bits, what.adapter.rank)
     if key not in _remembered:
-        _remembered[key] = Remembered(what)
+        _remembered[key] = Remembered(what, roofline)
     return _remembered[key]
 
 
@@ -63,7 +66,6 @@ def llama() -> Subject:
 class Tried:
     rung: Rung
     need: int
-    cost: float
 
 
 def by_brute_force(what: Subject, chunk: int, sizes: list[int]) -> list[Tried]:
@@ -75,8 +77,9 @@ def by_brute_force(what: Subject, chunk: int, sizes: list[int]) -> list[Tried]:
             step = traced.step((fullest(tokens),), rung).peak_bytes
             peak = max(step, traced.evaluate(fullest(tokens), rung).peak_bytes)
             whole = max(peak, traced.load.peak_bytes)
-            cost = relative_cost(rung, traced.blocks, batches(tokens), what.bits)
-            tried.append(Tried(dataclasses.replace(rung, peak_bytes=peak), whole + margin(whole, "cpu"), cost))
+            seconds = traced.step_seconds(batches(tokens), rung)
+            told = dataclasses.replace(rung, peak_bytes=peak, step_seconds=seconds)
+            tried.append(Tried(told, whole + margin(whole, "cpu")))
     return tried
 
 
@@ -91,8 +94,8 @@ def everything(llama: Subject) -> list[Tried]:
     return by_brute_force(llama, chunk, sizes())
 
 
-def test_the_cheapest_fitting_plan_is_taken_for_any_budget(llama: Subject, everything: list[Tried]) -> None:
-    costs = []
+def test_the_fastest_fitting_plan_is_taken_for_any_budget(llama: Subject, everything: list[Tried]) -> None:
+    times = []
     needs = sorted({tried.need for tried in everything})
     for budget in [GIB, *(n + d for n in needs[::-2] for d in (0, -1)), needs[0] - 1]:
         plan = search(request(llama, budget))
@@ -102,11 +105,11 @@ def test_the_cheapest_fitting_plan_is_taken_for_any_budget(llama: Subject, every
             assert plan.rung.peak_bytes == min(tried.rung.peak_bytes for tried in everything)
             continue
         (taken,) = (tried for tried in everything if tried.rung == plan.rung)
-        assert taken.cost == min(tried.cost for tried in fitting), budget
+        assert taken.rung.step_seconds == min(tried.rung.step_seconds for tried in fitting), budget
         assert plan.peak_bytes + plan.margin_bytes == taken.need <= budget
-        costs.append((budget, taken.cost))
-    in_order = [cost for _, cost in sorted(costs)]
-    assert in_order == sorted(in_order, reverse=True)  # less memory never gives a cheaper plan
+        times.append((budget, taken.rung.step_seconds))
+    in_order = [seconds for _, seconds in sorted(times)]
+    assert in_order == sorted(in_order, reverse=True)  # less memory never gives a faster plan
     assert len(set(in_order)) > 4  # and the budgets made a difference
 
 

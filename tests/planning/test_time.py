@@ -14,7 +14,6 @@ from ajusta.blocks import bitsandbytes_kernels
 from ajusta.engine.phases import loss_only, run_step
 from ajusta.memory.abridge import in_full
 from ajusta.memory.ledger import Ledger, Section
-from ajusta.memory.place import CountingPlace
 from ajusta.planning import trace as module
 from ajusta.planning.trace import Traced
 from ajusta.spec.plan import Rung
@@ -44,15 +43,8 @@ def total(sections: tuple[Section, ...]) -> float:
     return sum(section.seconds for section in sections)
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every counting place know the same speeds."""
-
-    class Timed(CountingPlace):
-        def __init__(self, kind: str = "cpu", **options: Any) -> None:
-            super().__init__(kind, **{**options, "roofline": SPEEDS})
-
-    monkeypatch.setattr(module, "CountingPlace", Timed)
+def timed(what: module.Subject, *, shortened: bool = True) -> Traced:
+    return Traced(what, shortened=shortened, roofline=SPEEDS)
 
 
 def deep(kind: str) -> module.Subject:
@@ -60,11 +52,12 @@ def deep(kind: str) -> module.Subject:
     return subject(ShapedModel(config, module.torch.float32), "none" if kind == "qwen3_moe" else "nf4")
 
 
-@pytest.mark.usefixtures("timed")
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=() if kind in ("llama", "qwen3_moe") else pytest.mark.slow) for kind in FAMILIES
+])  # fmt: skip
 def test_a_short_row_takes_the_time_of_the_whole_depth(kind: str) -> None:
     what = deep(kind)
-    short, whole = Traced(what), Traced(what, shortened=False)
+    short, whole = timed(what), timed(what, shortened=False)
     before = 0.0
     for recompute in (0, 6, short.blocks):
         told, traced = (t.step_sections(batches(100), rung(recompute)) for t in (short, whole))
@@ -75,24 +68,22 @@ def test_a_short_row_takes_the_time_of_the_whole_depth(kind: str) -> None:
     assert short.shortened, "it must not have fallen back to the whole depth"
 
 
-@pytest.mark.usefixtures("timed")
 def test_abridged_loops_take_the_time_of_all_their_turns() -> None:
     what, few = deep("llama"), replace(rung(4), loss_chunk=2)
-    abridged = Traced(what, shortened=False)
+    abridged = timed(what, shortened=False)
     short = total(abridged.step_sections(batches(100), few))
     with in_full():
-        walked = Traced(what, shortened=False)
+        walked = timed(what, shortened=False)
         assert total(walked.step_sections(batches(100), few)) == pytest.approx(short, rel=1e-9)
     assert abridged.operations < walked.operations
 
 
-@pytest.mark.usefixtures("timed")
 @pytest.mark.parametrize("bits", ["none", "int8", "nf4"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 def test_a_trace_takes_the_time_of_the_real_operations(monkeypatch: pytest.MonkeyPatch, kind: str, bits: str) -> None:
     monkeypatch.setattr(bitsandbytes_kernels, "serves", lambda *_: False)  # one road, whatever is faster here
     what = subject(StoredModel(stock_model(tiny_config(kind))), bits)
-    traced, real = Traced(what), Real(what)
+    traced, real = timed(what), Real(what)
     for recompute in (0, traced.blocks):
         ledger = real.place.ledger = Ledger(roofline=SPEEDS)
         with real.place.counting():
@@ -119,3 +110,12 @@ def test_the_loss_alone_takes_less_than_a_step() -> None:
             run()
         spent.append(ledger.seconds)
     assert 0 < 2 * spent[0] < spent[1]
+
+
+@pytest.mark.parametrize("recompute", [0, 2, 4])
+def test_the_time_of_a_step_is_told_of_its_fullest_and_its_leanest_micro_batch(recompute: int) -> None:
+    traced = timed(subject(StoredModel(stock_model(tiny_config("llama"))), "nf4"))
+    for micro in (batches(1000), batches(60)):  # one, and some of unequal length
+        whole = total(traced.step_sections(micro, rung(recompute)))
+        assert traced.step_seconds(micro, rung(recompute)) == pytest.approx(whole, rel=0.02)
+    assert len(micro) > 3, "or nothing was told"

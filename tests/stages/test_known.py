@@ -12,7 +12,8 @@ import torch
 from ajusta.base.errors import UserError
 from ajusta.spec.cards import as_device, find_card
 from ajusta.spec.device import Device
-from ajusta.spec.roofline import Kernel, Roofline, tabulated
+from ajusta.spec.roofline import Kernel, Roofline
+from ajusta.spec.speeds import tabulated, typical_processor
 from ajusta.stages import known as module
 from ajusta.stages.known import Known, keep, known_file, recall, roofline_for
 
@@ -132,19 +133,14 @@ def test_an_unmeasured_card_goes_by_its_data_sheet() -> None:
     assert roofline_for(as_device(card), refuse) == tabulated(card)
 
 
-def test_what_is_nowhere_is_measured_quickly_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, float]] = []
+def test_an_unmeasured_processor_is_the_same_every_time() -> None:
+    told = roofline_for(device(), refuse)
+    assert told == typical_processor(2) == roofline_for(device("another"), refuse) and not told.measured
+    assert "ajusta doctor --measure" in told.source
 
-    def measure(device: torch.device, seconds: float, storages: tuple[str, ...]) -> Roofline:
-        assert storages == ("int8",), "bitsandbytes takes seconds to load"
-        asked.append((device.type, seconds))
-        return KNOWN.roofline
 
-    monkeypatch.setattr(module, "measure_roofline", measure)
-    module._quick.cache_clear()
-    assert roofline_for(device(), refuse) == roofline_for(device(), refuse) == KNOWN.roofline
+def test_a_card_in_no_table_is_told_so() -> None:
     notes: list[str] = []
-    assert roofline_for(device("Imaginary 9000", "cuda"), notes.append) == KNOWN.roofline
-    assert "Imaginary 9000 is in no table" in notes[0]
-    assert asked == [("cpu", module.QUICK_S), ("cuda", module.QUICK_S)]
-    module._quick.cache_clear()
+    told = roofline_for(device("Imaginary 9000", "cuda"), notes.append)
+    assert "Imaginary 9000 is in no table" in notes[0] and "ajusta doctor --measure" in notes[0]
+    assert told == tabulated(find_card("RTX 3060"))

@@ -33,7 +33,6 @@ def test_a_measurement_is_complete() -> None:
     assert set(roofline.kernels) == {f"{kind} {dtype}" for kind in ("nf4", "int8") for dtype in ("fp32", "bf16")}
     assert all(kernel.call_s > 0 and kernel.numbers_per_s > 0 for kernel in roofline.kernels.values())
     assert 0 < roofline.per_operation_s < 1 and roofline.narrow_bytes_per_s > 0
-    assert set(speed.measure_roofline(CPU, 0.02, ("int8",)).kernels) == {"int8 fp32", "int8 bf16"}
     assert roofline.measured and torch.__version__ in roofline.source
 
 

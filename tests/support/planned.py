@@ -22,6 +22,7 @@ from ajusta.planning.trace import Subject
 from ajusta.spec.data import MicroBatch
 from ajusta.spec.device import Device, Machine
 from ajusta.spec.plan import Rung
+from ajusta.spec.speeds import typical_processor
 
 GIB = 1 << 30
 LENGTHS = [30, 12, 25, 40, 8, 17, 33, 21]
@@ -63,6 +64,10 @@ class ShapedModel:
             for name, slot in skeleton.slots.items()
             if name not in tied and (tensor := slot.holder._parameters[slot.leaf]) is not None
         }
+        self.infos |= {
+            name: TensorInfo(shape=tuple(slot.tensor.shape), dtype=slot.dtype, stored_bytes=slot.tensor.nbytes)
+            for name, slot in skeleton.buffers.items()
+        }
 
     def read(self, name: str) -> torch.Tensor:
         raise AssertionError("a planner reads nothing")
@@ -87,8 +92,9 @@ def machine(budget_bytes: int) -> Machine:
         kind="cpu", name="a processor", total_bytes=64 * GIB, free_bytes=64 * GIB, cpu_threads=1, dtypes=("fp32",)
     )
     return Machine(
-        device=device, dtype="fp32", dtype_because="the only one", budget_bytes=budget_bytes, budget_because="so told"
-    )
+        device=device, dtype="fp32", dtype_because="the only one", budget_bytes=budget_bytes, budget_because="so told",
+        roofline=typical_processor(1),
+    )  # fmt: skip
 
 
 def batches(micro_tokens: int, lengths: Sequence[int] = LENGTHS) -> tuple[MicroBatch, ...]:

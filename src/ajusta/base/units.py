@@ -58,3 +58,8 @@ def show_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def show_time(seconds: float) -> str:
+    """Write how long something takes, with three digits that matter below a minute: `0.0123 s`, `3 min 20 s`."""
+    return f"{seconds:.3g} s" if seconds < 59.95 else show_seconds(seconds)

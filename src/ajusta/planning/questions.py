@@ -15,13 +15,17 @@ MOST_TOKENS = 1 << 22
 
 
 def on_cards(request_for: Callable[[Machine], Request], machines: Iterable[Machine]) -> tuple[OnCard, ...]:
-    """Return the plan for each machine; a model is traced once for each dtype, not for each card."""
+    """Return the plan for each machine; a model is traced once for each dtype, not for each card.
+
+    So the times in these plans are those of the first card with that dtype. They order the ways of one plan, and a
+    card's ways come out in the same order on another.
+    """
     traced: dict[str, Traced] = {}
     found = []
     for machine in machines:
         request = request_for(machine)
         if machine.dtype not in traced:
-            traced[machine.dtype] = Traced(request.subject, record=True)
+            traced[machine.dtype] = Traced(request.subject, record=True, roofline=machine.roofline)
         found.append(OnCard(card=machine.device.name, plan=search(request, traced[machine.dtype])))
     return tuple(found)
 
@@ -34,7 +38,7 @@ def longest_text(request_at: Callable[[int], Request], limit: int | None) -> Lon
         limit: positions that the model knows; longer texts are within the engine's reach, not within the model's.
     """
     first = request_at(STEP)
-    traced = Traced(first.subject, record=first.machine.device.kind == "cuda")
+    traced = Traced(first.subject, record=first.machine.device.kind == "cuda", roofline=first.machine.roofline)
 
     def plan_at(units: int) -> Plan:
         request = request_at(units * STEP)

@@ -1,17 +1,17 @@
 """Find the fastest exact plan that fits, and the ladder of rungs below it.
 
 Two levers move the step's peak and leave the gradient as it is: how many blocks recompute, and how many tokens pass
-through the model at a time. Each candidate is traced, not estimated; `relative_cost` only orders the candidates.
+through the model at a time. Each candidate is traced, not estimated: its bytes, and its time on the device's roofline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from ajusta.base.units import MIB, show_bytes
+from ajusta.base.units import MIB, show_bytes, show_time
 from ajusta.memory.heap import KERNEL_BYTES, KERNELS_KEPT
 from ajusta.planning.reserved import Reserved
 from ajusta.planning.trace import Subject, Traced
@@ -23,7 +23,6 @@ LOSS_BYTES = 32 * MIB  # what a chunk of logits may take: enough rows for a fast
 # Kept free beside the tensors: libraries' own buffers, and what the allocator cannot give back. glibc's heap was seen
 # to hold up to 0.24 of the peak in freed blocks (LAB.md); on a card it is rounding.
 MARGIN_FIXED, MARGIN_SHARE = 48 * MIB, {"cpu": 0.25, "cuda": 0.03}
-DEQUANTIZE_TOKENS = 60  # one pass over quantized weights costs about as much as this many tokens' products
 
 Batches = Callable[[int], tuple[MicroBatch, ...]]
 
@@ -54,7 +53,10 @@ class _Candidate:
     rung: Rung
     step: PhasePeak
     others: tuple[PhasePeak, ...]  # evaluation, exam
-    cost: float
+
+    @property
+    def seconds(self) -> float:
+        return self.rung.step_seconds
 
 
 def search(request: Request, traced: Traced | None = None) -> Plan:
@@ -63,10 +65,10 @@ def search(request: Request, traced: Traced | None = None) -> Plan:
     `traced` is this request's subject, where it was traced before: for another budget nothing is traced twice.
     """
     kind = request.machine.device.kind
-    traced = traced or Traced(request.subject, record=kind == "cuda")
+    traced = traced or Traced(request.subject, record=kind == "cuda", roofline=request.machine.roofline)
     candidates = _candidates(request, traced)
-    by_cost = sorted(candidates, key=lambda c: (c.cost, -c.rung.micro_tokens))
-    fitting = [c for c in by_cost if _need(c.rung.peak_bytes, traced, kind) <= request.machine.budget_bytes]
+    by_time = sorted(candidates, key=lambda c: (c.seconds, -c.rung.micro_tokens))
+    fitting = [c for c in by_time if _need(c.rung.peak_bytes, traced, kind) <= request.machine.budget_bytes]
     taken, fits = None, False
     for taken in fitting:
         if fits := kind != "cuda" or _reserve(request, traced, taken).need_bytes <= request.machine.budget_bytes:
@@ -74,7 +76,7 @@ def search(request: Request, traced: Traced | None = None) -> Plan:
     taken = taken if taken is not None and fits else min(candidates, key=lambda c: c.rung.peak_bytes)
     below = {c.rung for c in candidates if c.rung.peak_bytes < taken.rung.peak_bytes}
     others = [c.rung for c in fitting if c.rung != taken.rung]
-    fastest = _need(by_cost[0].rung.peak_bytes, traced, kind)
+    fastest = _need(by_time[0].rung.peak_bytes, traced, kind)
     peak = max(taken.rung.peak_bytes, traced.before_bytes)
     plan = Plan(
         fits=fits,
@@ -86,7 +88,7 @@ def search(request: Request, traced: Traced | None = None) -> Plan:
         margin_bytes=margin(peak, kind, request.machine.dtype),
         rungs=(taken.rung, *sorted(below, key=lambda rung: -rung.peak_bytes)),
         phases=(traced.load, traced.prepare, taken.step, *taken.others),
-        choices=_choices(request, taken, candidates, traced),
+        choices=_choices(request, taken, candidates, fitting, traced),
         runner_up=others[0] if fits and others else None,
         fastest_bytes=fastest if fits and fastest > request.machine.budget_bytes else None,
     )
@@ -105,8 +107,8 @@ def _candidates(request: Request, traced: Traced) -> list[_Candidate]:
     for tokens in sizes:
         needs = [(_need(c.rung.peak_bytes, traced, tracer.kind), c) for c in candidates]
         fitting = [c for need, c in needs if need <= request.machine.budget_bytes]
-        if fitting and tracer.cheapest_cost(tokens) >= min(c.cost for c in fitting):
-            # Even with nothing recomputed this cut costs more, and every smaller one too. The last rung stays.
+        if fitting and tracer.most(tokens).seconds >= min(c.seconds for c in fitting):
+            # Even with the least recomputed this cut is no faster, nor is a smaller one. The last rung stays.
             candidates.append(tracer.least(sizes[-1]))
             break
         candidates += tracer.candidates(tokens)
@@ -142,13 +144,13 @@ class _Tracer:
     def __init__(self, request: Request, traced: Traced) -> None:
         self.request, self.traced, self.kind = request, traced, request.machine.device.kind
         self._measured: dict[int, tuple[PhasePeak, ...]] = {}
-        self.chunk = max(16, LOSS_BYTES // (2 * 4 * request.subject.config.get_text_config().vocab_size))
+        self.chunk = loss_chunk(request.subject.config.get_text_config().vocab_size)
 
     def candidates(self, micro_tokens: int) -> list[_Candidate]:
         """Trace one micro-batch size: no block recomputed, all, and where that helps the fewest that fit."""
         if self.request.recompute != "auto":
             return [self.least(micro_tokens)]
-        most, least = self._trace(0, micro_tokens), self.least(micro_tokens)
+        most, least = self.most(micro_tokens), self.least(micro_tokens)
         found = [most, least]
         budget = self.request.machine.budget_bytes
         needs = [_need(c.rung.peak_bytes, self.traced, self.kind) for c in (most, least)]
@@ -156,11 +158,9 @@ class _Tracer:
             found += self._between(most, least, micro_tokens)
         return found
 
-    def cheapest_cost(self, micro_tokens: int) -> float:
-        """Return what a step would cost at this micro-batch size if no block had to be recomputed."""
-        rung = Rung(recompute_blocks=0, micro_tokens=micro_tokens, loss_chunk=self.chunk, peak_bytes=0)
-        bits = self.request.subject.bits
-        return relative_cost(rung, self.traced.blocks, self.request.batches(micro_tokens), bits)
+    def most(self, micro_tokens: int) -> _Candidate:
+        """Trace one micro-batch size with as few blocks recomputed as may be: the most bytes, the least time."""
+        return self._trace(0, micro_tokens) if self.request.recompute == "auto" else self.least(micro_tokens)
 
     def least(self, micro_tokens: int) -> _Candidate:
         """Trace one micro-batch size with every block recomputed, or as many as the person wants."""
@@ -194,10 +194,9 @@ class _Tracer:
         rung = Rung(recompute_blocks=recompute, micro_tokens=micro_tokens, loss_chunk=self.chunk, peak_bytes=0)
         step = self.traced.step((fullest,), rung)
         others = self._others(rung)
-        rung = replace(rung, peak_bytes=max(phase.peak_bytes for phase in (step, *others)))
-        batches = self.request.batches(micro_tokens)
-        cost = relative_cost(rung, self.traced.blocks, batches, self.request.subject.bits)
-        return _Candidate(rung=rung, step=step, others=others, cost=cost)
+        seconds = self.traced.step_seconds(self.request.batches(micro_tokens), rung)
+        peak = max(phase.peak_bytes for phase in (step, *others))
+        return _Candidate(rung=replace(rung, peak_bytes=peak, step_seconds=seconds), step=step, others=others)
 
     def _others(self, rung: Rung) -> tuple[PhasePeak, ...]:
         """Trace evaluation and exam once a micro-batch size: no policy changes them."""
@@ -210,12 +209,9 @@ class _Tracer:
         return self._measured[tokens]
 
 
-def relative_cost(rung: Rung, blocks: int, batches: Sequence[MicroBatch], bits: str) -> float:
-    """Return the time of the step in token passes: one forward, two for the backward pass, one more a recompute."""
-    passes = 3.0 + rung.recompute_blocks / blocks
-    tokens = sum(micro.num_tokens for micro in batches)
-    per_pass = DEQUANTIZE_TOKENS if bits != "none" else 4
-    return passes * (tokens + per_pass * len(batches))
+def loss_chunk(vocabulary: int) -> int:
+    """Return how many positions meet the head at a time: their logits and gradient, fp32, stay under LOSS_BYTES."""
+    return max(16, LOSS_BYTES // (2 * 4 * vocabulary))
 
 
 def _micro_sizes(request: Request) -> list[int]:
@@ -226,7 +222,9 @@ def _micro_sizes(request: Request) -> list[int]:
     return [*(size for size in halves if size > request.longest), request.longest]
 
 
-def _choices(request: Request, taken: _Candidate, candidates: list[_Candidate], traced: Traced) -> tuple[Choice, ...]:
+def _choices(
+    request: Request, taken: _Candidate, candidates: list[_Candidate], fitting: list[_Candidate], traced: Traced
+) -> tuple[Choice, ...]:
     rung, blocks = taken.rung, traced.blocks
     keep = [c for c in candidates if c.rung.recompute_blocks == 0 and c.rung.micro_tokens == rung.micro_tokens]
     without = show_bytes(keep[0].rung.peak_bytes) if keep else "more"
@@ -236,7 +234,15 @@ def _choices(request: Request, taken: _Candidate, candidates: list[_Candidate], 
         why = "keeping every block's activations fits, and is the fastest"
     else:
         why = f"keeping all would take {without}; these are the fewest that fit"
-    whole = rung.micro_tokens >= request.step_tokens
+    if request.micro_tokens is not None:
+        cut = "you asked for it"
+    elif rung.micro_tokens >= request.step_tokens:
+        cut = "a whole step at once"
+    elif any(c.rung.micro_tokens > rung.micro_tokens for c in fitting):
+        cut = "the next larger cut fits too, and would be slower; the gradient is the same"
+    else:
+        cut = "a step is cut so that it fits; the gradient is the same"
+    timed = () if traced.roofline is None else (_time(rung, traced.roofline.source),)
     return (
         Choice(name="memory", value=show_bytes(request.machine.budget_bytes), because=request.machine.budget_because),
         Choice(name="dtype", value=request.machine.dtype, because=request.machine.dtype_because),
@@ -245,18 +251,20 @@ def _choices(request: Request, taken: _Candidate, candidates: list[_Candidate], 
         Choice(
             name="micro_batch",
             value=f"{rung.micro_tokens} tokens",
-            because="you asked for it"
-            if request.micro_tokens is not None
-            else "a whole step at once"
-            if whole
-            else "a step is cut so that it fits; the gradient is the same",
+            because=cut,
         ),
         Choice(
             name="loss chunk",
             value=f"{rung.loss_chunk} positions",
             because=f"logits of one chunk stay under {show_bytes(LOSS_BYTES)}",
         ),
+        *timed,
     )
+
+
+def _time(rung: Rung, source: str) -> Choice:
+    because = f"of the traced work and the {source}"
+    return Choice(name="time of a step", value=f"about {show_time(rung.step_seconds)}", because=because)
 
 
 def _savings(request: Request, taken: _Candidate, traced: Traced) -> tuple[Saving, ...]:

@@ -29,6 +29,7 @@ from ajusta.planning.depth import Levels, Short, fullest, proven, shorten, told_
 from ajusta.planning.reserved import Reserved, reserve
 from ajusta.spec.data import MicroBatch
 from ajusta.spec.plan import PhasePeak, Rung
+from ajusta.spec.roofline import Roofline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +76,18 @@ class Traced:
         subject: what is planned for.
         shortened: let a few blocks of each kind stand for all; False traces the whole depth.
         record: keep every coming and going of a storage, for the allocator's replay.
+        roofline: of the device that the sections' seconds are those of; None leaves time out.
     """
 
-    def __init__(self, subject: Subject, *, shortened: bool = True, record: bool = False) -> None:
-        self.subject, self._record = subject, record
+    def __init__(
+        self, subject: Subject, *, shortened: bool = True, record: bool = False, roofline: Roofline | None = None
+    ) -> None:
+        self.subject, self._record, self.roofline = subject, record, roofline
         self._build(shortened)
 
     def _build(self, shortened: bool) -> None:
         subject, self.shortened = self.subject, shortened
-        self.place = CountingPlace(subject.kind, record=self._record)
+        self.place = CountingPlace(subject.kind, record=self._record, roofline=self.roofline)
         skeleton = build_skeleton(subject.config, subject.dtype)
         self.whole_because = skeleton.chain.whole_because
         self.parameters = _count(skeleton)
@@ -97,6 +101,11 @@ class Traced:
     def blocks(self) -> int:
         """Decoder blocks, or 1 where the model could not be taken apart."""
         return len(self._kinds)
+
+    def typical(self, count: int) -> tuple[tuple[int, ...], int]:
+        """Return positions of at most `count` blocks of the commonest kind that are there, and how many it has."""
+        kind, alike = Counter(self._kinds).most_common(1)[0]
+        return tuple(p for p, there in enumerate(self._there) if there == kind)[:count], alike
 
     @property
     def operations(self) -> int:
@@ -118,6 +127,10 @@ class Traced:
         sections, short = self._short_step(micro, rung)
         told = told_again(sections, short.stands, self._made[-1].end)
         return (*told, *told_again(self._update, (), told[-1].end))
+
+    def step_seconds(self, batches: Sequence[MicroBatch], rung: Rung) -> float:
+        """Tell the time of one optimizer step over these micro-batches, by the roofline."""
+        return seconds_of_step(batches, lambda micro: self.step_sections((micro,), rung))
 
     def reserve(self, micro: tuple[MicroBatch, ...], rung: Rung, capability: tuple[int, int] | None) -> Reserved:
         """Say what a card's allocator reserves for one optimizer step; `record` must be on."""
@@ -279,6 +292,24 @@ class Traced:
         """Return blocks that are there of these kinds, each once."""
         free = {kind: [p for p, there in enumerate(self._there) if there == kind] for kind in set(kinds)}
         return tuple(free[kind].pop(0) for kind in kinds)
+
+
+def seconds_of_step(batches: Sequence[MicroBatch], trace: Callable[[MicroBatch], Sequence[Section]]) -> float:
+    """Tell the time of one optimizer step over these micro-batches; `trace` gives the account of a step over one.
+
+    The fullest and the leanest are traced. Those between take a time between, by their tokens: the expansion of weights
+    and the calls are the same for all, the products grow with the tokens.
+    """
+    least, most = (pick(batches, key=lambda micro: micro.num_tokens) for pick in (min, max))
+    sections = trace(most)
+    update = sum(section.seconds for section in sections if section.name == "update")
+    high = sum(section.seconds for section in sections) - update
+    if most.num_tokens == least.num_tokens:
+        return update + high * len(batches)
+    low = sum(section.seconds for section in trace(least) if section.name != "update")
+    a_token = (high - low) / (most.num_tokens - least.num_tokens)
+    more = sum(micro.num_tokens - least.num_tokens for micro in batches)
+    return update + low * len(batches) + a_token * more
 
 
 def _storages(module: nn.Module, without: set[int]) -> dict[int, int]:

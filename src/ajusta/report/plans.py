@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ajusta.base.units import show_bytes
+from ajusta.base.units import show_bytes, show_time
 from ajusta.report.show import as_plain, bar, table
 from ajusta.spec.plan import Longest, OnCard, Plan, Rung
 
@@ -63,6 +63,7 @@ def _rung(rung: Rung) -> tuple[str, ...]:
         f"recompute {rung.recompute_blocks} blocks",
         f"{rung.micro_tokens:,} tokens at once",
         f"loss over {rung.loss_chunk:,} positions at a time",
+        *([f"about {show_time(rung.step_seconds)} a step"] if rung.step_seconds else []),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ajusta.spec.roofline import Roofline
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -28,10 +30,11 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a run is planned for: the device, the dtype chosen for it, and the bytes that tensors may take."""
+    """What a run is planned for: the device, the dtype chosen for it, the bytes that tensors may take, its speeds."""
 
     device: Device
     dtype: str  # fp32 | bf16 | fp16
     dtype_because: str
     budget_bytes: int
     budget_because: str
+    roofline: Roofline

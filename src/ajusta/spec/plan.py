@@ -34,6 +34,7 @@ class Rung:
     micro_tokens: int  # tokens of a micro-batch at most
     loss_chunk: int  # positions that meet the head at a time
     peak_bytes: int
+    step_seconds: float = 0.0  # of the data's heaviest step, by the device's roofline; 0: not told
 
 
 @dataclass(frozen=True, kw_only=True)

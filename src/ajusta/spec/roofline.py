@@ -10,21 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ajusta.spec.cards import Card
-
 WIDE_ROWS, WIDE_SIDE = 256, 576  # of the large product that is measured: its rows, and its shorter other side
 SHORT_SIDE = 16  # of the two others: about an adapter's rank, and a small chunk of the loss
 SHORT, LONG, WIDTH = 64, 512, 64  # tokens of the two rows that attention is measured on, and the width of its heads
 # A score costs its exponential whatever the width: as much as so many more columns. On a Zen 4 core (fp32, 512
 # tokens) heads of 32, 64 and 128 columns made 33, 40 and 43 GFLOP/s, which 17 explains.
 EXPONENTIAL = 17
-
-# What a data sheet's peak is worth. Unmeasured, all of them, until `ajusta doctor --measure` has run on the card.
-TENSOR_SHARE = 0.6  # of the peak; published figures of large products lie between about 0.5 and 0.9 of it
-THIN_SHARE = 1 / 4  # of that: a tile of 64 is worked out whole, though SHORT_SIDE of it are wanted
-ATTENTION_SHARE = 0.4  # of that: memory-efficient attention has an exponential between its two products
-BANDWIDTH_SHARE = 0.8  # of the peak: what a copy of a large tensor is known to reach
-LAUNCH_S = 8e-6  # Python, autograd and the launch of a kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,20 +84,3 @@ class Roofline:
     def bytes_per_s(self, narrow: bool) -> float:
         """Return the bandwidth for numbers of 16 bits, or of more."""
         return self.narrow_bytes_per_s or self.bandwidth_bytes_per_s if narrow else self.bandwidth_bytes_per_s
-
-
-def tabulated(card: Card) -> Roofline:
-    """Return what may be expected of a card by its data sheet."""
-    wide = {name: TENSOR_SHARE * rate for name, rate in card.rates.items()}
-    short = {name: THIN_SHARE * rate for name, rate in wide.items()}
-    return Roofline(
-        matmul_flops=wide,
-        thin_flops=short,
-        few_flops=short,
-        attention_flops={name: ATTENTION_SHARE * rate for name, rate in wide.items()},
-        bandwidth_bytes_per_s=BANDWIDTH_SHARE * card.bandwidth_bytes_per_s,
-        per_operation_s=LAUNCH_S,
-        source=f"data sheet of {card.name}: {TENSOR_SHARE:.0%} of its rate, {BANDWIDTH_SHARE:.0%} of its bandwidth; "
-        "these shares are unmeasured",
-        measured=False,
-    )

@@ -7,6 +7,7 @@ from ajusta.memory.outside import Taken, outside_terms
 from ajusta.spec.cards import Card, as_device, find_card
 from ajusta.spec.config import Config
 from ajusta.spec.device import Machine
+from ajusta.spec.speeds import tabulated
 
 NOMINAL_SHARE = (
     0.02  # of the size on the box: CUDA gave 1 to 3 % less wherever both figures are known (spec/cards.toml)
@@ -30,7 +31,14 @@ def machine_of(gpu: str | Card, config: Config) -> Machine:
         budget, because = config.memory_bytes, "you asked for it"
     else:
         budget, because = _left(card)
-    return Machine(device=device, dtype=dtype, dtype_because=why, budget_bytes=budget, budget_because=because)
+    return Machine(
+        device=device,
+        dtype=dtype,
+        dtype_because=why,
+        budget_bytes=budget,
+        budget_because=because,
+        roofline=tabulated(card),
+    )
 
 
 def _left(card: Card) -> tuple[int, str]:

@@ -14,6 +14,7 @@ from ajusta.memory.dtypes import DTYPES
 from ajusta.memory.measure import available_host_bytes, free_device_bytes
 from ajusta.spec.config import Config
 from ajusta.spec.device import Device, Machine
+from ajusta.stages.known import Note, roofline_for
 from ajusta.stages.speed import layer_rate, matmul_rate
 
 RESERVE_SHARE = 0.1
@@ -50,10 +51,11 @@ def find_device(wish: str) -> tuple[torch.device, Device]:
     return device, found
 
 
-def look_at_machine(config: Config, began_with: str | None = None) -> tuple[torch.device, Machine]:
+def look_at_machine(config: Config, note: Note, began_with: str | None = None) -> tuple[torch.device, Machine]:
     """Return the device to use, the dtype to compute in and the bytes that may be used, each with its reason.
 
-    A run that is resumed `began_with` a dtype, and keeps it unless another is asked for.
+    A run that is resumed `began_with` a dtype, and keeps it unless another is asked for. `note` is told what of the
+    device is not known.
 
     Raises:
         UserError: the device or the dtype asked for cannot be had here.
@@ -71,7 +73,14 @@ def look_at_machine(config: Config, began_with: str | None = None) -> tuple[torc
         budget, why = asked, "you asked for it"
     if device.type == "cpu":
         why += "; counted above what Python and torch take themselves"
-    return device, Machine(device=found, dtype=dtype, dtype_because=because, budget_bytes=budget, budget_because=why)
+    return device, Machine(
+        device=found,
+        dtype=dtype,
+        dtype_because=because,
+        budget_bytes=budget,
+        budget_because=why,
+        roofline=roofline_for(found, note),
+    )
 
 
 def choose_dtype(wish: str, device: torch.device) -> tuple[str, str]:

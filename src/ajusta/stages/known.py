@@ -8,7 +8,6 @@ cannot be read, or that another version wrote, is passed over with a note: figur
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -22,12 +21,12 @@ import torch
 from ajusta.base.errors import UserError
 from ajusta.spec.cards import find_card
 from ajusta.spec.device import Device
-from ajusta.spec.roofline import Kernel, Roofline, tabulated
+from ajusta.spec.roofline import Kernel, Roofline
+from ajusta.spec.speeds import tabulated, typical_processor
 from ajusta.stages.folder import write_json
-from ajusta.stages.speed import measure_roofline
 
+_STAND_IN = "GeForce RTX 3060 12GB"  # for a card that nobody knows: a card's balance of speeds, if not its size
 FORM = 1  # of the file; another number is another form
-QUICK_S = 0.3
 _RATES = ("matmul_flops", "thin_flops", "few_flops", "attention_flops", "short_flops")
 _SPEEDS = ("bandwidth_bytes_per_s", "narrow_bytes_per_s", "per_operation_s", "fresh_bytes_per_s", "fresh_from_bytes")
 
@@ -43,25 +42,20 @@ class Known:
 
 
 def roofline_for(device: Device, note: Note) -> Roofline:
-    """Return the speeds of a device: as they were measured, else by its data sheet, else by a second of timing.
+    """Return the speeds of a device: as they were measured and kept, else tabulated.
 
     `note` is told, in one line, what is wrong with figures that cannot be used.
     """
     known = recall(device, note)
     if known is not None:
         return known.roofline
-    if device.kind == "cuda":
-        try:
-            return tabulated(find_card(device.name))
-        except UserError:
-            note(f"{device.name} is in no table: its speed is measured now; ajusta doctor --measure keeps the figures")
-    return _quick(device.kind, torch.get_num_threads())
-
-
-@functools.cache
-def _quick(kind: str, threads: int) -> Roofline:
-    """Measure roughly, once a process and number of threads; NF4 goes by its bytes."""
-    return measure_roofline(torch.device(kind), QUICK_S, storages=("int8",))
+    if device.kind != "cuda":
+        return typical_processor(device.cpu_threads)
+    try:
+        return tabulated(find_card(device.name))
+    except UserError:
+        note(f"{device.name} is in no table: plans take it for a {_STAND_IN}; ajusta doctor --measure takes its speed")
+        return tabulated(find_card(_STAND_IN))
 
 
 def recall(device: Device, note: Note) -> Known | None:

@@ -9,7 +9,7 @@ A roofline's figures are each the best of many runs, in rounds over all of them,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,15 +76,12 @@ def layer_rate(dtype: torch.dtype, device: torch.device) -> float:
     return TOKENS / _fastest(there_and_back, device)
 
 
-def measure_roofline(
-    device: torch.device, seconds: float = MEASURE_S, storages: Sequence[str] = ("nf4", "int8")
-) -> Roofline:
+def measure_roofline(device: torch.device, seconds: float = MEASURE_S) -> Roofline:
     """Time what a roofline is made of on this device.
 
     Args:
         device: where.
         seconds: beside the first run of each thing, about a second in all; more makes the figures steadier.
-        storages: whose expansion is timed; nf4 loads bitsandbytes where that is installed, which takes seconds.
     """
     names = _names(device)
     steps = {name: _small_step(DTYPES[name], device) for name in names}
@@ -99,7 +96,7 @@ def measure_roofline(
         "narrow": _stream(DTYPES[names[-1]], device),
         "found": _fill(device, anew=True),
         "had": _fill(device, anew=False),
-        **_expansions(storages, names, device),
+        **_expansions(names, device),
     }
     taken = _best_seconds(probes, device, seconds)
     without_calls = _as_roofline(probes, taken, names, f"measured on this device, torch {torch.__version__}")
@@ -214,11 +211,11 @@ def _expand_int8(dtype: torch.dtype, device: torch.device, rows: int) -> _Probe:
 _KERNELS = {"nf4": _expand_nf4, "int8": _expand_int8}
 
 
-def _expansions(storages: Sequence[str], names: tuple[str, ...], device: torch.device) -> dict[str, _Probe]:
+def _expansions(names: tuple[str, ...], device: torch.device) -> dict[str, _Probe]:
     """Return a small and a large expansion of each storage to each dtype: a call, and a call with its numbers."""
     return {
         f"{kernel_name(kind, DTYPES[name])} {size}": _KERNELS[kind](DTYPES[name], device, rows)
-        for kind in storages
+        for kind in _KERNELS
         for name in names
         for size, rows in (("small", 1), ("large", INNER))
     }
