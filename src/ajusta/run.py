@@ -21,6 +21,7 @@ from ajusta.blocks.optimizer import FlatAdamW
 from ajusta.data.tokenizer import save_tokenizer
 from ajusta.engine.adapter_files import read_adapter
 from ajusta.memory.measure import MemoryWatch
+from ajusta.planning.again import plan_again
 from ajusta.planning.request import adapter_spec, make_request, optimizer_settings
 from ajusta.planning.search import Request, search
 from ajusta.spec.config import Config, load_config
@@ -28,7 +29,7 @@ from ajusta.spec.device import Machine
 from ajusta.spec.plan import Plan
 from ajusta.spec.record import Measured, Record, Results, Trained
 from ajusta.stages.answer import Speaker
-from ajusta.stages.base import Base, open_base
+from ajusta.stages.base import Base, as_stored, open_base
 from ajusta.stages.checkpoint import Progressed, load_newest, require_same
 from ajusta.stages.device import environment, look_at_machine
 from ajusta.stages.earlier import plan_as_before, read_earlier
@@ -47,9 +48,11 @@ from ajusta.stages.load import (
 )
 from ajusta.stages.measure import Measuring, measure, measure_after, measure_before
 from ajusta.stages.phases import Phases
-from ajusta.stages.rehearse import rehearse
+from ajusta.stages.rehearse import Rehearsal, over_budget, rehearse
 from ajusta.stages.train import Job, train
 from ajusta.stages.work import Work, read_work
+
+MOST_PLANS = 3  # of one run: where a rehearsal passes the budget, it is planned again
 
 
 def finetune(config: Config, listener: Listener = silent, *, resume: bool = False) -> Record:
@@ -73,9 +76,9 @@ def finetune(config: Config, listener: Listener = silent, *, resume: bool = Fals
         decided = _decide(config, folder, phases)
         _keep_settings(decided)
         ready = _load(decided, phases)
-        pace = _rehearse(ready, phases)
+        ready, rehearsal = _rehearse(ready, phases)
         before = measure_before(ready.measuring(), phases, ready.identity)
-        trained = _train(ready, phases, pace)
+        trained = _train(ready, phases, rehearsal)
         after = measure_after(ready.measuring(), phases, trained)
         return _keep_record(ready, trained, (before, after), phases)
 
@@ -159,6 +162,7 @@ class _Decided:
     work: Work
     machine: Machine
     device: torch.device
+    request: Request
     plan: Plan
     folder: RunFolder
 
@@ -197,7 +201,7 @@ def _decide(config: Config, folder: RunFolder, phases: Phases) -> _Decided:
     """
     with phases.phase("data"):
         base = open_base(config)
-        config, notes = as_continued(config, base)
+        config, notes = as_continued(as_stored(config, base.reference, base.source), base)
         for text in notes:
             phases.note(text, warning=True)
         work = read_work(config, base)
@@ -210,9 +214,22 @@ def _decide(config: Config, folder: RunFolder, phases: Phases) -> _Decided:
         request = make_request(config, base.config, base.source, machine, work.demand, with_savings=True)
         made = plan_as_before(earlier, config, lambda *shape: search(_shaped(request, *shape)))
         phases.tell_plan(made)
-    if not made.fits:
-        raise DoesNotFit("\n".join([made.sentence(), "ways out:", *(f"  {way}" for way in made.ways_out)]))
-    return _Decided(config=config, base=base, work=work, machine=machine, device=device, plan=made, folder=folder)
+    _require_fit(made)
+    return _Decided(
+        config=config,
+        base=base,
+        work=work,
+        machine=machine,
+        device=device,
+        request=request,
+        plan=made,
+        folder=folder,
+    )
+
+
+def _require_fit(plan: Plan) -> None:
+    if not plan.fits:
+        raise DoesNotFit("\n".join([plan.sentence(), "ways out:", *(f"  {way}" for way in plan.ways_out)]))
 
 
 def _shaped(request: Request, recompute_blocks: int | None, micro_tokens: int | None) -> Request:
@@ -250,22 +267,47 @@ def _load(decided: _Decided, phases: Phases) -> _Ready:
     return _Ready(**vars(decided), loaded=loaded, optimizer=optimizer, watch=watch)
 
 
-def _rehearse(ready: _Ready, phases: Phases) -> float:
-    """Run the worst step once and return its seconds per token; from here on the time left is known."""
+def _rehearse(ready: _Ready, phases: Phases) -> tuple[_Ready, Rehearsal]:
+    """Run the worst step once; return what it measured. From here on the time left is known.
+
+    Where it takes more than the budget, plan again with what was measured, MOST_PLANS times in all.
+
+    Raises:
+        DoesNotFit: the tensors alone pass the budget, and no other plan is left.
+    """
+    for number in range(1, MOST_PLANS + 1):
+        rehearsal = _rehearse_once(ready, phases)
+        resident = ready.watch.now_and_peak()[1] if ready.device.type == "cpu" else None
+        over, counted = over_budget(rehearsal, ready.plan, resident)
+        if not over:
+            break
+        told = f"the rehearsal took {show_bytes(over)} of {counted} more than planned, and passes the budget"
+        again = plan_again(ready.request, ready.plan, over) if number < MOST_PLANS else ready.plan
+        if counted == "tensors":
+            _require_fit(again)
+        if number == MOST_PLANS or not again.fits or again.rung == ready.plan.rung:
+            phases.note(f"{told}; no smaller plan is left: going on", warning=True)
+            break
+        phases.note(f"{told}: planned again with so much set aside", warning=True)
+        phases.tell_plan(again)
+        write_json(ready.folder.plan, dataclasses.asdict(again))
+        ready = replace(ready, plan=again)
+        ready.watch.forget_peak()
+    phases.tell(_ahead(ready, Progressed(), rehearsal))
+    return ready, rehearsal
+
+
+def _rehearse_once(ready: _Ready, phases: Phases) -> Rehearsal:
     with phases.phase("rehearse") as own:
         tokens, demand = ready.plan.rung.micro_tokens, ready.work.demand
         rehearsal = rehearse(
             ready.loaded, ready.optimizer, ready.plan, demand.fullest(tokens), demand.fullest_measured(tokens)
         )
         own += rehearsal.phases
-    over = rehearsal.measured_bytes - ready.plan.peak_bytes
-    if over > ready.plan.margin_bytes:
-        phases.note(f"the rehearsal took {show_bytes(over)} more than planned", warning=True)
-    phases.tell(_ahead(ready, Progressed(), rehearsal.seconds_per_token))
-    return rehearsal.seconds_per_token
+    return rehearsal
 
 
-def _ahead(ready: _Ready, progress: Progressed, seconds_per_token: float) -> Ahead:
+def _ahead(ready: _Ready, progress: Progressed, rehearsal: Rehearsal) -> Ahead:
     work, config = ready.work, ready.config
     return Ahead(
         total_steps=work.total_steps,
@@ -273,12 +315,13 @@ def _ahead(ready: _Ready, progress: Progressed, seconds_per_token: float) -> Ahe
         first_step=progress.step + 1,
         evaluate_every=config.evaluate_every if work.prepared.heldout else 0,
         save_every=config.save_every,
-        seconds_per_token=seconds_per_token,
+        seconds_per_token=rehearsal.seconds_per_token,
         planned_bytes=ready.plan.need_bytes,
+        fullest=rehearsal.fullest,
     )
 
 
-def _train(ready: _Ready, phases: Phases, seconds_per_token: float) -> Trained:
+def _train(ready: _Ready, phases: Phases, rehearsal: Rehearsal) -> Trained:
     """Make the steps that are left and put the adapter into the run folder: the best one where that was asked for."""
     folder, loaded, base, config = ready.folder, ready.loaded, ready.base, ready.config
     progress, notes = load_newest(folder.checkpoints, ready.optimizer, ready.identity)
@@ -286,7 +329,7 @@ def _train(ready: _Ready, phases: Phases, seconds_per_token: float) -> Trained:
         phases.note(text, warning=True)
     if progress.step:
         phases.note(f"going on from step {progress.step} of {ready.work.total_steps}")
-        phases.tell(_ahead(ready, progress, seconds_per_token))
+        phases.tell(_ahead(ready, progress, rehearsal))
     with phases.phase("train", planned_bytes=ready.plan.need_bytes):
         job = Job(
             config=config,

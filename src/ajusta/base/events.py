@@ -60,6 +60,7 @@ class Ahead(Event):
     save_every: int = 0  # steps; 0 for only at the end
     seconds_per_token: float | None = None  # as the rehearsal measured it
     planned_bytes: int | None = None
+    fullest: tuple[tuple[str, int], ...] = ()  # bytes by category at the rehearsal's fullest moment, the largest first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,13 @@ class MemoryWatch:
         _forget_peak()
         return cls(device=device, baseline_bytes=resident_bytes())
 
+    def forget_peak(self) -> None:
+        """Let the peak start again at what is held now."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            _forget_peak()
+
     def now_and_peak(self) -> tuple[int, int]:
         """Bytes held now and at most since the watch began."""
         if self.device.type == "cuda":

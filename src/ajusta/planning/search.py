@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ajusta.base.units import MIB, show_bytes, show_time
+from ajusta.engine.weights import with_storages
 from ajusta.memory.heap import KERNEL_BYTES, KERNELS_KEPT
 from ajusta.planning.reserved import Reserved
 from ajusta.planning.trace import Subject, Traced
@@ -96,7 +97,7 @@ def search(request: Request, traced: Traced | None = None) -> Plan:
         plan = _on_a_card(plan, _reserve(request, traced, taken))
     if request.with_savings:
         plan = replace(plan, savings=_savings(request, taken, traced))
-    return plan if plan.fits else replace(plan, ways_out=_ways_out(request, plan))
+    return plan if plan.fits else replace(plan, ways_out=ways_out(request, plan))
 
 
 def _candidates(request: Request, traced: Traced) -> list[_Candidate]:
@@ -246,7 +247,7 @@ def _choices(
     return (
         Choice(name="memory", value=show_bytes(request.machine.budget_bytes), because=request.machine.budget_because),
         Choice(name="dtype", value=request.machine.dtype, because=request.machine.dtype_because),
-        Choice(name="bits", value=request.subject.bits, because="as set; a plan never changes what is learned"),
+        Choice(name="bits", value=request.subject.bits, because=_why_bits(request)),
         Choice(name="gradient_checkpointing", value=f"{rung.recompute_blocks} of {blocks} blocks", because=why),
         Choice(
             name="micro_batch",
@@ -260,6 +261,12 @@ def _choices(
         ),
         *timed,
     )
+
+
+def _why_bits(request: Request) -> str:
+    if with_storages(request.subject.source) is not None:
+        return "its weights are stored so"
+    return "as set; a plan never changes what is learned"
 
 
 def _time(rung: Rung, source: str) -> Choice:
@@ -287,13 +294,13 @@ def full_fine_tuning_bytes(traced: Traced) -> int:
     return 3 * 4 * (traced.parameters - traced.adapter_parameters)
 
 
-def _ways_out(request: Request, plan: Plan) -> tuple[str, ...]:
+def ways_out(request: Request, plan: Plan) -> tuple[str, ...]:
     """Name what would make it fit; these change what is learned or what is given, so they are only proposed."""
     need = plan.need_bytes
     ways = [f"--memory {-(-need // MIB)}MiB   (what it needs)"]
     if request.subject.bits == "none":
         ways.append("--bits nf4   (frozen weights in 4 bits)")
-    elif request.subject.bits == "int8":
+    elif request.subject.bits == "int8" and with_storages(request.subject.source) is None:
         ways.append("--bits nf4   (4 bits instead of 8)")
     ways.append(f"--set max_length={max(8, request.longest // 2)}   (shorter pieces of text)")
     if request.subject.adapter is not None and request.subject.adapter.rank > 4:

@@ -7,7 +7,7 @@ show a character shows another in its place: nothing here may stop a run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -35,6 +35,7 @@ from ajusta.report.eta import Pace, advance, seconds_left
 PLAIN_SECONDS = 10.0  # between two lines about steps, where the output is no terminal
 VIEWS_PER_SECOND = 2  # few: the processor has better things to do
 BAR_WIDTH = 40
+MOST_PARTS = 5  # of the fullest moment, that are shown by name
 
 
 class TerminalListener:
@@ -51,6 +52,7 @@ class TerminalListener:
         self._pace = Pace()
         self._step: StepDone | None = None
         self._planned: int | None = None
+        self._fullest: tuple[tuple[str, int], ...] = ()
         self._last_line = float("-inf")
         self._stream = stream
         self._live: Live | None = None
@@ -75,7 +77,7 @@ class TerminalListener:
         if isinstance(event, StepDone):
             self._step = event
         if isinstance(event, Ahead):
-            self._planned = event.planned_bytes
+            self._planned, self._fullest = event.planned_bytes, event.fullest
         line = self._line(event)
         if line:
             self._print(line, warning=isinstance(event, Note) and event.warning)
@@ -111,7 +113,6 @@ class TerminalListener:
             return f"{step_line(event, self._left())}  {memory_line(event, self._planned)}"
         return f"{event.phase} {done}/{total}{self._left()}"
 
-
     def _left(self) -> str:
         """Return the time left, as the end of a line; an empty text while it is not known."""
         left = seconds_left(self._pace, self._clock())
@@ -123,7 +124,10 @@ class TerminalListener:
         if pace.phase not in ("", "train") and pace.total:
             return _drawn(pace.done, pace.total, f"{pace.phase} {pace.done}/{pace.total}{self._left()}")
         if step is not None and pace.tokens_left:
-            return _drawn(step.step, step.total_steps, step_line(step, self._left()), memory_line(step, self._planned))
+            lines = [step_line(step, self._left()), memory_line(step, self._planned)]
+            if self._fullest:
+                lines.append(fullest_line(self._fullest))
+            return _drawn(step.step, step.total_steps, *lines)
         return Text(f"{pace.phase} ...{self._left()}" if pace.phase else "")
 
 
@@ -143,6 +147,13 @@ def memory_line(step: StepDone, planned_bytes: int | None) -> str:
     """Return the memory now, at its peak, and as it was planned."""
     planned = f" of {show_bytes(planned_bytes)} planned" if planned_bytes else ""
     return f"memory {show_bytes(step.memory_bytes)}, peak {show_bytes(step.peak_bytes)}{planned}"
+
+
+def fullest_line(parts: Sequence[tuple[str, int]]) -> str:
+    """Return what the fullest moment is made of, the largest parts first; small ones as one."""
+    shown = [f"{name} {show_bytes(size)}" for name, size in parts[:MOST_PARTS]]
+    rest = sum(size for _, size in parts[MOST_PARTS:])
+    return "at the peak: " + ", ".join([*shown, *([f"other {show_bytes(rest)}"] if rest else [])])
 
 
 def event_line(event: Event) -> str:

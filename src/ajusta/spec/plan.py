@@ -82,6 +82,7 @@ class Plan:
     reserved_bytes: int | None = None  # on a card: what torch's allocator takes of it in the step, replayed
     beside: tuple[tuple[str, int], ...] = ()  # on a card: what is held beside the allocator, by name
     runner_up: Rung | None = None  # the next best way that fits as well
+    corrected_bytes: int = 0  # of the margin: what the rehearsal was seen to take beyond the plan before this one
     fastest_bytes: int | None = None  # what the fastest way of all would need, where it does not fit
 
     @property

@@ -28,6 +28,7 @@ class Rehearsal:
 
     seconds_per_token: float
     phases: tuple[PhaseMeasure, ...]
+    fullest: tuple[tuple[str, int], ...] = ()  # bytes by category at the step's fullest moment, the largest first
 
     @property
     def measured_bytes(self) -> int:
@@ -55,7 +56,7 @@ def rehearse(loaded: Loaded, optimizer: FlatAdamW, plan: Plan, fullest: MicroBat
             model, place, (fullest,), plan.rung, optimizer, 0.0, 0, lambda _: _check_gradients(model.adapters)
         )
         loss = result.mean_loss()
-        step = _measure("train", began, planned, ledger.peak.live_bytes)
+        step, fullest_moment = _measure("train", began, planned, ledger.peak.live_bytes), ledger.peak.by_category
         ledger.start_over()
         began = time.monotonic()
         loss_only(model.chain, place, measured, plan.rung.loss_chunk)
@@ -68,7 +69,25 @@ def rehearse(loaded: Loaded, optimizer: FlatAdamW, plan: Plan, fullest: MicroBat
             f"the first loss is {loss}; expected a finite number; the weights are damaged, or too large for "
             f"{plan.dtype}: {cure}"
         )
-    return Rehearsal(seconds_per_token=step.seconds / fullest.num_tokens, phases=(step, evaluation))
+    parts = sorted(((str(category), size) for category, size in fullest_moment.items() if size), key=lambda it: -it[1])
+    return Rehearsal(
+        seconds_per_token=step.seconds / fullest.num_tokens, phases=(step, evaluation), fullest=tuple(parts)
+    )
+
+
+def over_budget(rehearsal: Rehearsal, plan: Plan, resident_bytes: int | None) -> tuple[int, str]:
+    """Return what the rehearsal took beyond what the plan needs, where that passes the budget, and by whose count.
+
+    Args:
+        rehearsal: as it was measured.
+        plan: what it was made by.
+        resident_bytes: on a processor, the most that was resident above the baseline: what tensors do not show.
+    """
+    counts = [(rehearsal.measured_bytes - plan.peak_bytes - plan.corrected_bytes, "tensors")]
+    if resident_bytes is not None:
+        counts.append((resident_bytes - plan.need_bytes, "resident memory"))
+    over, counted = max(counts)
+    return (over, counted) if over > 0 and plan.need_bytes + over > plan.budget_bytes else (0, counted)
 
 
 def _check_gradients(adapters: Mapping[str, LoraLinear]) -> None:
