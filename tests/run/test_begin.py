@@ -13,10 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_runs import FAST, adapter_bytes, adapter_tensors, flags, kill_at_save, killed, settings, tune, write_exam
+from tiny_runs import (
+    FAST,
+    adapter_bytes,
+    adapter_tensors,
+    flags,
+    kill_at_save,
+    killed,
+    settings,
+    tune,
+    write_exam,
+    write_model,
+)
 
 from ajusta.base.errors import NumbersGoneBad, UserError
 from ajusta.base.events import Note, PhaseEnded, PhaseStarted, StepDone
+from ajusta.engine.weights import SafetensorsSource
 from ajusta.look import plan
 from ajusta.stages import folder as folders
 from ajusta.stages.folder import open_for_training, write_whole
@@ -266,3 +278,32 @@ def test_a_run_is_told_in_order_and_the_counts_agree(model: Path, data: Path, tm
 def test_planning_needs_no_data(model: Path, data: Path, tmp_path: Path) -> None:
     made = plan(settings(model, data, tmp_path).model_copy(update={"data": ()}))
     assert made.fits and made.rung.micro_tokens >= 96
+
+
+def test_an_encoder_is_refused_before_a_weight_is_read(
+    data: Path, tmp_path: Path, typed: Typed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    folder = write_model(tmp_path / "encoder", "bert", **shape)
+
+    def never(*_: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(SafetensorsSource, "read", never)
+    for words in (
+        ["plan", "-m", str(folder), "--set", "device=cpu"],
+        train_words(folder, data, tmp_path / "run"),
+    ):
+        assert typed(*words) == 2
+        said = [line for line in capsys.readouterr().err.splitlines() if "bert" in line and "both directions" in line]
+        assert len(said) == 1 and "expected a causal language model" in said[0] and "choose one that" in said[0]
+    assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_what_is_no_causal_model_without_any_switch_is_refused_once_loaded(
+    data: Path, tmp_path: Path, typed: Typed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"hidden_size": 64, "dim_ff": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "dim_head": 16}
+    folder = write_model(tmp_path / "prefix", "cpmant", **shape)
+    assert typed(*train_words(folder, data, tmp_path / "run", **{"text.packing": False})) == 2
+    assert "is no causal language model: in CpmAntForCausalLM a token sees those" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -10,16 +11,20 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_config
 from tiny_runs import CHATML, SPECIAL, adapter_tensors, byte_tokenizer, settings, tune, write_data, write_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, DynamicCache, PreTrainedModel
 
 from ajusta.base.errors import UserError
 from ajusta.data.chat import chat_prompt_ids
 from ajusta.engine.generate import Sampling, next_logits, stream
 from ajusta.run import export, load
+from ajusta.spec.config import load_config
 from ajusta.stages.answer import Speaker
 
 TEXTS = ("The tarn number 1 lies north", "Where is key 3?", "q")
+IDS = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "model_type", "transformers_version")
 ASKED = [{"role": "user", "content": "Where is key 3?"}]
 
 
@@ -156,3 +161,56 @@ def test_a_folder_that_is_no_finished_run(tmp_path: Path, model: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"model: {model}\ndata: x\n", encoding="utf-8")
     with pytest.raises(UserError, match="has no adapter yet; finish it"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["fp32", "bf16 beside fp32 buffers"])
+def test_buffers_that_the_base_was_saved_with_are_written_back(wide: bool, data: Path, tmp_path: Path) -> None:
+    config = tiny_config("deepseek_v3").to_diff_dict()
+    base = write_model(tmp_path / "base", "deepseek_v3", **{k: v for k, v in config.items() if k not in IDS})
+    file = base / "model.safetensors"
+    stored = load_file(file)
+    biases = {name for name in stored if name.endswith("e_score_correction_bias")}
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in stored.items():
+        is_bias = name in biases
+        stored[name] = (
+            torch.rand(tensor.shape, generator=generator) if is_bias else tensor.bfloat16() if wide else tensor
+        )
+    save_file(stored, file, metadata={"format": "pt"})
+    out = tmp_path / "run"
+    tune(settings(base, data, out, steps=2, save_every=0, text__packing=False))
+    merged = export(out, form="merged")
+    written = load_file(merged / "model.safetensors")
+    assert biases and all(torch.equal(written[name], stored[name]) for name in biases)
+    assert all(written[name].dtype == torch.float32 for name in biases)
+    assert written["model.norm.weight"].dtype == (torch.bfloat16 if wide else torch.float32)
+    stock = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+    ids = byte_tokenizer()(TEXTS[0])["input_ids"]
+    with torch.no_grad():
+        theirs = stock(torch.tensor([ids])).logits[0, -1]
+    ours = our_logits(load(out), ids)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < (2e-2 if wide else 1e-4)  # merged in bf16
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of accelerate and bitsandbytes
+def test_a_base_that_is_already_quantized_is_tuned_as_it_is(
+    data: Path, tmp_path: Path, typed: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    plain, base, out = write_model(tmp_path / "plain"), tmp_path / "base", tmp_path / "run"
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=how, dtype=torch.float32).save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    assert typed("plan", "-m", str(base), "--bits", "int8", "--set", "device=cpu") == 2
+    assert "is already quantized to nf4, and bits is int8" in capsys.readouterr().err
+    record, _ = tune(settings(base, data, out, steps=4, save_every=0, optimizer__learning_rate=2e-2))
+    assert record.plan.bits == "nf4" and load_config(out / "config.yaml").bits == "nf4"
+    merged = export(out, form="merged")
+    assert "quantization_config" not in json.loads((merged / "config.json").read_text(encoding="utf-8"))
+    stock = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).eval()
+    speaker = load(out)
+    for text in TEXTS:
+        ids = byte_tokenizer()(text)["input_ids"]
+        with torch.no_grad():
+            theirs = stock(torch.tensor([ids])).logits[0, -1]
+        assert float((our_logits(speaker, ids) - theirs).abs().max()) <= 1e-4

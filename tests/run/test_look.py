@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_runs
 
 from ajusta import look
 from ajusta.base.errors import ModelError, UserError
@@ -41,6 +42,26 @@ def test_a_config_json_alone_is_planned(tmp_path: Path) -> None:
     by_file = look.plan(settings(str(tmp_path / "config.json")), gpu="T4")
     assert by_folder == by_file and by_folder.fits and by_folder.blocks == 9
     assert by_folder.dtype == "fp32", "a T4 has no bf16"
+
+
+def test_a_config_json_and_a_folder_with_weights_are_explained_for_a_card(tmp_path: Path) -> None:
+    model = tiny_runs.write_model(tmp_path / "tiny")
+    heard: list[Event] = []
+    explained = look.explain(settings(str(model), max_length=64), heard.append, gpu="RTX 3060")
+    assert explained.dtype == "bf16" and "3060" in explained.device and explained.blocks == 2
+    assert (explained.step_tokens, explained.micro_batches, explained.micro_tokens) == (8 * 64, 8, 64)
+    assert all(level.fits for level in explained.levels)
+    (model / "model.safetensors").unlink()
+    by_shape = look.explain(settings(str(model / "config.json"), max_length=64), gpu="RTX 3060")
+    assert by_shape.levels == explained.levels and by_shape.block == explained.block
+    plan = look.plan(settings(str(model), max_length=64, micro_batch=1, gradient_checkpointing="full"), gpu="RTX 3060")
+    step = next(phase for phase in plan.phases if phase.phase == "train")
+    assert (explained.levels[-1].peak_bytes, explained.levels[-1].step_seconds) == (
+        step.peak_bytes,
+        plan.rung.step_seconds,
+    )
+    with pytest.raises(UserError, match="no card"):
+        look.explain(settings(str(model)), gpu="")
 
 
 def test_a_model_is_not_planned_beyond_its_positions_in_silence() -> None:

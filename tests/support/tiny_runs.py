@@ -65,7 +65,7 @@ def write_model(folder: Path, kind: str = "llama", **over: Any) -> Path:
     ids = {"bos_token_id": 0, "eos_token_id": 3, "pad_token_id": 3, "vocab_size": len(tokenizer)}
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **KINDS[kind] | ids | over), dtype=torch.float32
+        AutoConfig.for_model(kind, **KINDS.get(kind, {}) | ids | over), dtype=torch.float32
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

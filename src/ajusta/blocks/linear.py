@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ajusta.base.errors import ModelError
 from ajusta.blocks.quantize import quantize
 from ajusta.blocks.storage import Dense, Storage
 
@@ -88,6 +89,18 @@ class FrozenLinear(nn.Module):
     def out_features(self) -> int:
         """O."""
         return self.storage.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """Refuse: a family that multiplies by W itself would go past the storage, and past an adapter.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(
+            "this model's code reads the weight of a linear layer by itself, and ajusta keeps that in a form of its "
+            "own, with an adapter beside it; expected a model that only calls its linear layers; choose another model"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y [..., O] in x's dtype."""

@@ -115,6 +115,15 @@ class LoraLinear(nn.Module):
         self.lora_A, self.lora_B = nn.Parameter(lora_A), nn.Parameter(lora_B)
 
     @property
+    def weight(self) -> Tensor:
+        """Refuse, as the base does.
+
+        Raises:
+            ModelError: always.
+        """
+        return self.base.weight
+
+    @property
     def rank(self) -> int:
         """R."""
         return self.lora_A.shape[0]

@@ -95,7 +95,7 @@ class Nf4(Storage):
             ModelError: a tensor is missing, of another size, or of a layout that ajusta does not read.
         """
         packed, absmax = take(tensors, "weight", layer, "nf4"), take(tensors, "weight.absmax", layer, "nf4")
-        facts = _read_facts(take(tensors, STATE_KEY, layer, "nf4"), layer)
+        facts = read_facts(take(tensors, STATE_KEY, layer, "nf4"), layer)
         shape = facts["shape"]
         nested_absmax = offset = None
         if absmax.dtype == torch.uint8:
@@ -180,9 +180,18 @@ def _numbers(weight_OI: Tensor, start: int, stop: int) -> Tensor:
     return rows.view(-1)[start - first_row * num_columns : stop - first_row * num_columns]
 
 
-def _read_facts(packed_json: Tensor, layer: str) -> dict[str, Any]:
-    """Read the JSON bytes in which bitsandbytes keeps what is no tensor."""
-    facts: dict[str, Any] = json.loads(bytes(packed_json.tolist()).decode())
+def read_facts(packed_json: Tensor, layer: str) -> dict[str, Any]:
+    """Read the JSON bytes in which bitsandbytes keeps what is no tensor: `shape`, `dtype` of the original, block sizes.
+
+    Raises:
+        ModelError: they are no JSON, or tell of a layout that ajusta does not read.
+    """
+    try:
+        facts: dict[str, Any] = json.loads(bytes(packed_json.tolist()).decode())
+    except ValueError as error:
+        raise ModelError(
+            f"{layer}: {STATE_KEY} is no JSON ({error}); expected bitsandbytes'; fetch it again"
+        ) from error
     known = ("nf4", BLOCK, facts.get("nested_blocksize", NESTED_BLOCK))
     came = (facts.get("quant_type"), facts.get("blocksize"), NESTED_BLOCK)
     if came != known or len(facts.get("shape") or ()) != 2:

@@ -1,6 +1,7 @@
 """Ask the loaded model itself, on its real weights, if the chain is the model and if examples may share a row.
 
     replay     one example through prelude, blocks, epilogue and head  =  through the model's own forward
+    causal     the first tokens of an example  =  the same tokens with others behind them
     isolation  two examples in one row                                 =  each of them alone
 
 Shapes cannot tell everything (engine/derive.py): a recurrent family may mix the examples of a row, a family may count
@@ -22,6 +23,7 @@ from ajusta.memory.place import Place
 from ajusta.spec.data import IntArray
 
 _SEGMENTS = (3, 4)
+_PREFIXES = (3, 5)  # tokens; both must tell of later ones, so that no single choice of experts at a tie does
 # Largest difference allowed, in units of the largest logit; a wrong split is off by 1e-2 and more.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -34,6 +36,7 @@ class Probe:
     isolates: bool
     message: str
     finite: bool = True  # False: the weights are damaged, or too large for the dtype
+    causal: bool = True  # False: tokens see those behind them
 
 
 def probe(chain: Chain, place: Place, vocabulary: int) -> Probe:
@@ -60,6 +63,10 @@ def probe(chain: Chain, place: Place, vocabulary: int) -> Probe:
                 f"taken apart, {type(chain.model).__name__} gives other logits than in one piece (they differ by "
                 f"{error:.1e} of the largest; expected at most {tolerance:.0e})"
             ))  # fmt: skip
+        seen = min(_difference(_own_logits(chain, place, ids[:length]), own[:length]) for length in _PREFIXES)
+        if not seen <= tolerance:
+            message = f"a token sees those behind it (they change its logits by {seen:.1e} of the largest)"
+            return Probe(replay_equal=True, isolates=False, message=message, causal=False)
         if chain.mixes_because is None:
             _probe_isolation(chain, place, ids, tolerance)
     name = type(chain.model).__name__

@@ -12,10 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from transformers import PretrainedConfig
+
+from ajusta.blocks.storage import Storage
 
 SAMPLE_BYTES = 1024
 SAMPLES_PER_FILE = 16
@@ -85,6 +87,27 @@ class WeightSource(Protocol):
             KeyError: no such tensor.
             IndexError: the rows are outside the tensor.
         """
+
+
+@runtime_checkable
+class HoldsStorages(Protocol):
+    """A source in which some weights are stored quantized, and need not be rounded again."""
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """How each quantized weight is stored, by its name: nf4 | int8."""
+
+    def storage(self, name: str, *, shapes_only: bool = False) -> Storage:
+        """Return one of them as it is stored; with `shapes_only` on `meta`, for a plan.
+
+        Raises:
+            ModelError: a part of it is missing or does not fit.
+        """
+
+
+def with_storages(source: object) -> HoldsStorages | None:
+    """Return the source as one that holds quantized weights, None where it holds none."""
+    return source if isinstance(source, HoldsStorages) and source.kinds else None
 
 
 def one_line(error: Exception) -> str:

@@ -31,11 +31,15 @@ def read_json(path: Path) -> dict[str, object]:
     return value
 
 
-def read_config(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig, dict[str, object]]:
+def read_config(
+    folder: Path, trust_remote_code: bool, *, may_be_quantized: bool = False
+) -> tuple[PretrainedConfig, dict[str, object]]:
     """Return the folder's configuration and config.json as stored.
 
     A `model_type` that transformers knows is built by transformers' own class even if config.json points to code
     (`auto_map`): that code is then neither read nor run. Only an unknown type with code needs `trust_remote_code`.
+    With `may_be_quantized` it may describe weights that bitsandbytes quantized; the configuration then says no more of
+    it, since the weights' own names tell.
 
     Raises:
         ModelError: no config.json, unknown type, remote code without leave, an already quantized model, bad values.
@@ -49,13 +53,14 @@ def read_config(folder: Path, trust_remote_code: bool) -> tuple[PretrainedConfig
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING_NAMES
     if not known and not (trust_remote_code and "auto_map" in facts):
         raise ModelError(_unknown_type(path, model_type, "auto_map" in facts))
-    _refuse_quantized(path, facts)
+    _refuse_quantized(path, facts, may_be_quantized)
     try:
         run_code = trust_remote_code and not known
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=run_code)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         why = one_line(error)
         raise ModelError(f"{path} is no valid {model_type} configuration: {why}; fetch or repair it") from error
+    vars(config).pop("quantization_config", None)
     if not config.architectures:
         config.architectures = causal_class_names(str(model_type))
     return config, facts
@@ -96,11 +101,13 @@ def _unknown_type(path: Path, model_type: object, has_code: bool) -> str:
     )
 
 
-def _refuse_quantized(path: Path, facts: dict[str, object]) -> None:
+def _refuse_quantized(path: Path, facts: dict[str, object], by_bitsandbytes: bool) -> None:
     quantization = facts.get("quantization_config")
     if isinstance(quantization, dict):
         method = quantization.get("quant_method", "an unnamed method")
+        if by_bitsandbytes and method == "bitsandbytes":
+            return
         raise ModelError(
             f"{path} describes weights already quantized by {method}; expected float weights (ajusta quantizes on "
-            f"arrival); choose the model's plain version"
+            f"arrival), or a folder with bitsandbytes' weights; choose the model's plain version"
         )

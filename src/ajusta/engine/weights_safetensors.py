@@ -58,9 +58,10 @@ class SafetensorsSource:
         """
         self.reference = reference or str(folder)
         self.config: PretrainedConfig
-        self.config, self._facts = read_config(folder, trust_remote_code)
+        self.config, self._facts = read_config(folder, trust_remote_code, may_be_quantized=True)
         self.generation: Mapping[str, object] = read_generation(folder, self._facts)
         self.files = _weight_files(folder)
+        self.is_quantized = "quantization_config" in self._facts  # by bitsandbytes: others were refused
         self._stored: dict[str, _Stored] = {}
         for path in self.files:
             for name, stored in _read_header(path).items():

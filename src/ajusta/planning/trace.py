@@ -17,12 +17,13 @@ from transformers import PretrainedConfig
 
 from ajusta.blocks.lora import LoraLinear
 from ajusta.blocks.optimizer import AdamWSettings, FlatAdamW
+from ajusta.blocks.storage import Storage
 from ajusta.engine.assemble import AdapterSpec, Assembled, Fitting, assemble, fit
 from ajusta.engine.excerpt import block_kinds, excerpt, narrowed
 from ajusta.engine.generate import new_cache, next_logits
 from ajusta.engine.phases import adopt_model, loss_only, make_optimizer, run_step
 from ajusta.engine.skeleton import Skeleton, build_skeleton
-from ajusta.engine.weights import TensorInfo, WeightSource
+from ajusta.engine.weights import TensorInfo, WeightSource, with_storages
 from ajusta.memory.ledger import Section
 from ajusta.memory.place import Category, CountingPlace
 from ajusta.planning.depth import Levels, Short, fullest, proven, shorten, told_again, whole_row
@@ -67,6 +68,18 @@ class ShapesOnly:
         """Return a `meta` tensor as large as those rows."""
         info = self.infos[name]
         return torch.empty((stop - start, *info.shape[1:]), dtype=info.dtype, device="meta")
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """How the source stores its quantized weights."""
+        return {} if (quantized := with_storages(self._source)) is None else quantized.kinds
+
+    def storage(self, name: str, *, shapes_only: bool = True) -> Storage:
+        """Return a quantized weight as it is stored, on `meta`."""
+        assert shapes_only, "a planner reads nothing"
+        quantized = with_storages(self._source)
+        assert quantized is not None, name
+        return quantized.storage(name, shapes_only=True)
 
 
 class Traced:
@@ -332,7 +345,11 @@ def _weight(micro: MicroBatch) -> Hashable:
 
 def _kinds(skeleton: Skeleton, fitting: Fitting, source: WeightSource | None) -> tuple[int, ...]:
     """Return the kind of each block: by what it is, what gets an adapter, and in which dtype it is stored."""
-    stored = {} if source is None else {name: source.infos[at].dtype for name, at in fitting.stored.items()}
+    stored: dict[str, Hashable] = {}
+    if source is not None:
+        quantized = with_storages(source)
+        kinds = {} if quantized is None else quantized.kinds
+        stored = {name: (source.infos[at].dtype, kinds.get(at)) for name, at in fitting.stored.items()}
     return block_kinds(skeleton.chain, fitting.targets.adapted, stored)
 
 

@@ -5,14 +5,18 @@ Steps are not alike (packed rows are longer or shorter), so the training that is
     left = tokens_left * rate + evaluations_left * cost + saves_left * cost + what comes after training
 
 `rate` is the token-weighted median of the recent steps' seconds per token: one step that the system disturbed changes
-nothing. Before the first step it is what the rehearsal measured (`Ahead.seconds_per_token`). An evaluation or an exam
-costs after training what it cost before.
+nothing. Before the first step it is what the rehearsal measured (`Ahead.seconds_per_token`).
+
+What comes after training is what came before it, and it costs what it cost then, less the warm-up of its first
+questions. But a tuned model knows where to stop, and its exam may take half the time. So once something of the last
+phases is done, what is left of them counts at the pace that they have now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from ajusta.base.events import Ahead, Evaluated, Event, Examined, PhaseEnded, PhaseStarted, Progress, StepDone
 
@@ -31,12 +35,16 @@ class Pace:
     steps: tuple[tuple[int, float], ...] = ()  # (tokens, seconds), the recent ones
     last_time: float = 0.0  # of the last event
     before: Mapping[str, float] = field(default_factory=dict)  # measured before training: comes again after it
+    again: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict
+    )  # by kind: what came again, cost then and now
     heldout_seconds: float = 0.0
     save_seconds: float = 0.0
     phase: str = ""
     phase_started: float = 0.0
     done: int = 0  # of the phase, where it is countable
     total: int = 0
+    ticks: tuple[tuple[int, float], ...] = ()  # (done, when), of the phase
 
 
 def advance(pace: Pace, event: Event, now: float) -> Pace:
@@ -51,9 +59,7 @@ def advance(pace: Pace, event: Event, now: float) -> Pace:
     match event:
         case Ahead():
             made = event.first_step - 1
-            return replace(
-                pace, ahead=event, step=made, total_steps=event.total_steps, tokens_left=event.total_tokens
-            )
+            return replace(pace, ahead=event, step=made, total_steps=event.total_steps, tokens_left=event.total_tokens)
         case StepDone():
             recent = (*pace.steps, (event.tokens, event.seconds))[-RECENT_STEPS:]
             total, left = event.total_steps, event.tokens_left
@@ -63,25 +69,45 @@ def advance(pace: Pace, event: Event, now: float) -> Pace:
         case Examined():
             return _measured(pace, f"exam:{event.exam}", event.when, event.seconds)
         case PhaseStarted():
-            return replace(pace, phase=event.phase, phase_started=now, done=0, total=0)
+            return replace(pace, phase=event.phase, phase_started=now, done=0, total=0, ticks=())
         case PhaseEnded():
             saved = event.seconds if event.phase == "save" else pace.save_seconds
-            return replace(pace, save_seconds=saved, phase="", done=0, total=0)
+            return replace(pace, save_seconds=saved, phase="", done=0, total=0, ticks=())
         case Progress():
-            return replace(pace, done=event.done, total=event.total)
+            return replace(pace, done=event.done, total=event.total, ticks=(*pace.ticks, (event.done, now)))
     return pace
 
 
 def _measured(pace: Pace, name: str, when: str, seconds: float) -> Pace:
     """Remember what a measure cost: one before training will come again after it, one after it is paid."""
-    pace = replace(pace, phase_started=pace.last_time, done=0, total=0)  # what the phase still takes is another measure
+    warm = seconds - _warm_up(pace)
+    pace = replace(
+        pace, phase_started=pace.last_time, done=0, total=0, ticks=()
+    )  # what the phase still takes is another
     if name == "evaluate:heldout":
         pace = replace(pace, heldout_seconds=seconds)
     if when == "before":
-        return replace(pace, before={**pace.before, name: seconds})
-    if when == "after":
-        return replace(pace, before={key: cost for key, cost in pace.before.items() if key != name})
-    return pace
+        return replace(pace, before={**pace.before, name: warm})
+    if when != "after" or name not in pace.before:
+        return pace
+    kind, then = _kind(name), pace.before[name]
+    earlier, lately = pace.again.get(kind, (0.0, 0.0))
+    left = {key: cost for key, cost in pace.before.items() if key != name}
+    return replace(pace, before=left, again={**pace.again, kind: (earlier + then, lately + seconds)})
+
+
+def _kind(name: str) -> str:
+    return name.partition(":")[0]
+
+
+def _warm_up(pace: Pace) -> float:
+    """Return by how much the first part of a countable phase was slower than the slowest of all others."""
+    starts = ((0, pace.phase_started), *pace.ticks)
+    parts = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(starts) if b[0] > a[0]]
+    if len(parts) < 2:
+        return 0.0
+    (count, seconds), *others = parts
+    return max(seconds - count * max(took / many for many, took in others), 0.0)
 
 
 def seconds_per_token(pace: Pace) -> float | None:
@@ -113,26 +139,49 @@ def seconds_left(pace: Pace, now: float) -> float | None:
     rate = seconds_per_token(pace)
     if rate is None:
         return None
-    training = pace.tokens_left * rate
-    in_phase = now - pace.phase_started if pace.phase else 0.0
-    rest = _rest_of_phase(pace)
-    after = sum(pace.before.values())
     if pace.steps and not pace.tokens_left:  # training is over: what came before comes again, and has begun
-        return max(after - in_phase, rest, 0.0)
+        return _after_training(pace, now)
+    training = pace.tokens_left * rate
+    after = sum(pace.before.values())
     if not pace.steps and pace.phase == "exam" and pace.done:  # the first exam: it will come again too
-        after += (pace.last_time - pace.phase_started) / pace.done * pace.total
+        after += _as_a_whole(pace) - _warm_up(pace)
     between = _times_left(pace, "evaluate_every") * pace.heldout_seconds + _times_left(pace, "save_every") * (
         pace.save_seconds
     )
     since = now - pace.last_time if pace.steps else 0.0  # the step that is being made is partly made
-    return max(training + between - since, 0.0) + after + rest
+    return max(training + between - since, 0.0) + after + _rest_of_phase(pace)
+
+
+def _after_training(pace: Pace, now: float) -> float:
+    """Return the seconds of the measures that come again, the one under way counted by what of it is done."""
+    names = [name for name in pace.before if _kind(name) == pace.phase]
+    under_way = names[0] if names else None
+    again = dict(pace.again)
+    if under_way is not None and pace.done:
+        then, lately = again.get(pace.phase, (0.0, 0.0))
+        again[pace.phase] = (then + pace.before[under_way], lately + _as_a_whole(pace))
+    left = 0.0
+    for name, cost in pace.before.items():
+        then, lately = again.get(_kind(name), (0.0, 0.0))
+        expected = cost * lately / then if then > 0 else cost
+        if name == under_way and pace.done:
+            expected = max(_rest_of_phase(pace) - (now - pace.last_time), 0.0)
+        elif name == under_way:
+            expected = max(expected - (now - pace.phase_started), 0.0)
+        left += expected
+    return left if under_way is not None else left + _rest_of_phase(pace)
+
+
+def _as_a_whole(pace: Pace) -> float:
+    """Return the seconds that a countable phase takes in all, from what its part so far took."""
+    return (pace.last_time - pace.phase_started) / pace.done * pace.total
 
 
 def _rest_of_phase(pace: Pace) -> float:
     """Return the seconds that a countable phase still takes, from what its part so far took."""
     if not pace.done or not pace.total:
         return 0.0
-    return (pace.last_time - pace.phase_started) / pace.done * (pace.total - pace.done)
+    return _as_a_whole(pace) * (1 - pace.done / pace.total)
 
 
 def _times_left(pace: Pace, setting: str) -> int:

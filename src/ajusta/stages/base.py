@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ajusta.base.errors import UserError
 from ajusta.data.gguf_tokenizer import tokenizer_from_gguf
 from ajusta.data.tokenizer import end_token_ids, load_tokenizer
-from ajusta.engine.weights import GgufSource, WeightSource, open_weights
+from ajusta.engine.weights import GgufSource, WeightSource, open_weights, with_storages
 from ajusta.spec.config import Config
 from ajusta.stages.fetch import fetch
 
@@ -53,6 +54,26 @@ def open_base(config: Config) -> Base:
         end_token_ids=end_token_ids(tokenizer, source.generation),
         position_limit=position_limit(source.config),
     )
+
+
+def as_stored(config: Config, reference: str, source: WeightSource | None) -> Config:
+    """Return the settings with the bits in which a checkpoint holds its weights, where it holds them quantized.
+
+    `bits: none` is "as it is", so there it means those bits too.
+
+    Raises:
+        UserError: other bits are asked for: the weights would be rounded twice.
+    """
+    quantized = with_storages(source)
+    if quantized is None:
+        return config
+    kinds = sorted(set(quantized.kinds.values()))
+    if len(kinds) > 1 or config.bits not in ("none", kinds[0]):
+        raise UserError(
+            f"{reference} is already quantized to {' and '.join(kinds)}, and bits is {config.bits}; expected "
+            f"its own bits, or none, which keeps it as it is; leave --bits out, or choose the model's plain version"
+        )
+    return config.model_copy(update={"bits": kinds[0]})
 
 
 def position_limit(config: PretrainedConfig) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -15,8 +15,8 @@ from ajusta.base.errors import UserError, nearest
 from ajusta.blocks.linear import is_conv1d
 from ajusta.data.tokenizer import save_tokenizer
 from ajusta.engine.adapter_files import AdapterFile
+from ajusta.engine.assemble import match_stored
 from ajusta.engine.skeleton import build_skeleton
-from ajusta.engine.weights import match_names, renamer
 from ajusta.stages.base import Base
 from ajusta.stages.folder import RunFolder, naming_what_fails, write_whole
 
@@ -51,35 +51,32 @@ def export_adapter(folder: RunFolder, out: Path) -> Path:
 def export_merged(base: Base, adapter: AdapterFile, out: Path, told: Callable[[int, int], None]) -> Path:
     """Write W + s B A for every adapted linear and the other weights as they are, in the base's own dtype.
 
+    Buffers that the base was saved with are written back as they were read.
+
     Merged onto the base's original weights, not onto their quantized form. A GGUF base is read as fp32, and its 4-bit
     weights are written as the bf16 numbers that they stand for.
 
     Raises:
         UserError: `out` holds something already.
     """
-    dtype = _stored_dtype(base)
-    skeleton = build_skeleton(base.config, dtype)
-    matching = match_names(
-        base.source.infos, skeleton.slots, skeleton.chain.model.base_model_prefix, renamer(skeleton.chain.model)
-    )
+    skeleton = build_skeleton(base.config, _stored_dtype(base, base.source.infos))
     tied = {name for name, _ in skeleton.tied}
-    matching.require_complete(tied=tied, reference=base.reference)
+    found = {name: at for name, at in match_stored(skeleton, base.source).found.items() if name not in tied}
+    dtype = _stored_dtype(base, [at for name, at in found.items() if name not in skeleton.buffers])
     transposed = {path for path, module in skeleton.linears.items() if is_conv1d(module)}
 
     def write(aside: Path) -> None:
         aside.mkdir(parents=True)
         tensors: dict[str, Tensor] = {}
-        for name in skeleton.slots:
-            if name in tied:
-                continue
-            tensor = base.source.read(matching.found[name])
+        for name, at in found.items():
+            tensor = base.source.read(at)
             path = name.removesuffix(".weight")
             if path in adapter.layers:
                 pair = adapter.layers[path]
                 delta = (pair.lora_B.float() @ pair.lora_A.float()).mul_(pair.scale)
                 tensor = tensor.float().add_(delta.t() if path in transposed else delta)
-            tensors[name] = tensor.to(dtype).contiguous()
-            told(len(tensors), len(skeleton.slots) - len(tied))
+            tensors[name] = tensor if name in skeleton.buffers else tensor.to(dtype).contiguous()
+            told(len(tensors), len(found))
         save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
         config = base.config
         config.dtype = dtype
@@ -91,8 +88,9 @@ def export_merged(base: Base, adapter: AdapterFile, out: Path, told: Callable[[i
     return out
 
 
-def _stored_dtype(base: Base) -> torch.dtype:
-    kinds = {info.dtype for info in base.source.infos.values()}
+def _stored_dtype(base: Base, names: Iterable[str]) -> torch.dtype:
+    """Return the widest float among these stored tensors; for a GGUF base the dtype that its numbers stand for."""
+    kinds = {dtype for name in names if (dtype := base.source.infos[name].dtype).is_floating_point}
     if kinds == {torch.float32} and any(str(file).endswith(".gguf") for file in base.source.files):
         return torch.bfloat16
     return max(kinds, key=lambda kind: kind.itemsize)

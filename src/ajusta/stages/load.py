@@ -121,7 +121,7 @@ def check_chain(loaded: Loaded, base: Base, *, longest: int, packing: bool) -> N
 
     Raises:
         NumbersGoneBad: the model's own logits are not finite.
-        ModelError: the chain does not give the model's own logits.
+        ModelError: the model is not causal, or the chain does not give the model's own logits.
         UserError: the model cannot keep the examples of a row apart, or takes no example that long.
     """
     chain = loaded.model.chain
@@ -135,6 +135,11 @@ def check_chain(loaded: Loaded, base: Base, *, longest: int, packing: bool) -> N
         raise ModelError(
             f"{base.reference} cannot be trained: {found.message}; expected the model's own logits; please report "
             f"the model type {base.config.model_type!r}"
+        )
+    if not found.causal:
+        raise ModelError(
+            f"{base.reference} is no causal language model: in {type(chain.model).__name__} {found.message}; expected "
+            f"tokens that see only those before them; choose a model that writes text"
         )
     if packing and not found.isolates:
         raise UserError(
