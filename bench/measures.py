@@ -133,8 +133,13 @@ def commit() -> str:
 
 def keep(rows: Sequence[dict[str, Any]], bench: str) -> Path:
     """Write the rows of a bench into bench/results/, under its name, their processor and commit."""
-    slug = re.sub(r"[^a-z0-9]+", "-", rows[0]["cpu"].lower()).strip("-")
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{bench}-{slug}-{rows[0]['commit']}.json"
+    path = results_path(bench, rows[0]["cpu"], rows[0]["commit"], "json")
     path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def results_path(bench: str, device: str, at_commit: str, suffix: str) -> Path:
+    """Return where a bench keeps its rows; the folder is there afterwards."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    RESULTS.mkdir(exist_ok=True)
+    return RESULTS / f"{bench}-{slug}-{at_commit}.{suffix}"
