@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ajusta.base.errors import AjustaError, DoesNotFit, UserError
-    from ajusta.look import plan
+    from ajusta.look import explain, plan
     from ajusta.run import evaluate, export, finetune, load
     from ajusta.spec.config import Config, load_config
 
@@ -27,6 +27,7 @@ __all__ = [
     "UserError",
     "__version__",
     "evaluate",
+    "explain",
     "export",
     "finetune",
     "load",
@@ -44,6 +45,7 @@ _HOME = {
     "export": "ajusta.run",
     "finetune": "ajusta.run",
     "load": "ajusta.run",
+    "explain": "ajusta.look",
     "plan": "ajusta.look",
 }
 

@@ -11,16 +11,18 @@ from ajusta.base.errors import UserError
 from ajusta.base.events import Listener, silent
 from ajusta.data.demand import Demand
 from ajusta.data.show import colour_segments, token_histogram
+from ajusta.planning.explain import explanation
 from ajusta.planning.questions import largest_that_fits, longest_text, on_cards
 from ajusta.planning.request import imagined_demand, make_request
 from ajusta.planning.search import Request, search
 from ajusta.spec.cards import cards_by_memory
 from ajusta.spec.config import Config
 from ajusta.spec.device import Machine
+from ajusta.spec.explanation import Explanation
 from ajusta.spec.models import known_models
 from ajusta.spec.plan import Longest, OnCard, Plan
 from ajusta.spec.record import LookedAt
-from ajusta.stages.base import open_base
+from ajusta.stages.base import as_stored, open_base
 from ajusta.stages.card import machine_of
 from ajusta.stages.device import look_at_machine
 from ajusta.stages.doctor import Finding, look_around
@@ -44,6 +46,24 @@ def plan(config: Config, listener: Listener = silent, *, gpu: str | None = None)
     """
     shape, machine = open_shape(config), _machine(config, gpu, listener)
     return search(_request(config, shape, machine, _demand(config, shape, listener), with_savings=True))
+
+
+def explain(config: Config, listener: Listener = silent, *, gpu: str | None = None) -> Explanation:
+    """Trace one step from full fine-tuning down to all techniques together: where the bytes go, and what each costs.
+
+    Nothing is compared with a memory unless a card is named or `memory` is set.
+
+    Args:
+        config: as for `plan`; where `bits` is none, quantization is explained by nf4.
+        listener: told what is assumed.
+        gpu: the name of a card to explain for instead of this machine.
+
+    Raises:
+        UserError: a setting, the data, the model or the card cannot be used.
+    """
+    shape, machine = open_shape(config), _machine(config, gpu, listener)
+    request = _request(config, shape, machine, _demand(config, shape, listener))
+    return explanation(request, shape.reference, limited=gpu is not None or config.memory_bytes is not None)
 
 
 def plan_on_cards(config: Config, listener: Listener = silent) -> tuple[OnCard, ...]:
@@ -142,5 +162,6 @@ def _demand(config: Config, shape: Shape, listener: Listener) -> Demand:
 
 
 def _request(config: Config, shape: Shape, machine: Machine, demand: Demand, *, with_savings: bool = False) -> Request:
+    config = as_stored(config, shape.reference, shape.source)
     request = make_request(config, shape.config, shape.source, machine, demand)
     return replace(request, with_savings=with_savings)

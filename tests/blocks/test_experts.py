@@ -119,6 +119,19 @@ def test_values_and_gradients_are_the_twins(
         assert float(difference) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_are_trained_get_the_twins_gradients(family: str, choices: int) -> None:
+    found = []
+    for run in (experts, plain):
+        module = layer(family, torch.float64).requires_grad_(True)
+        answers = gradients(run, module, torch.float64, choices)
+        found.append([*answers, *(parameter.grad for parameter in module.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None and theirs is not None and theirs.abs().max() > 0
+        assert float((ours - theirs).abs().max() / theirs.abs().max()) < TOLERANCE[torch.float64]
+
+
 def test_router_weights_of_another_dtype_get_a_gradient_of_their_own() -> None:
     module = layer("gated", torch.bfloat16)
     x, index, weights, grad = inputs(torch.bfloat16, 2)

@@ -109,9 +109,7 @@ def test_starts_at_the_base_model():
     linear = nn.Linear(INPUTS, OUTPUTS)
     x = torch.randn(5, INPUTS)
     wanted = linear(x)
-    made = LoraLinear.from_base(
-        frozen_of(linear), rank=RANK, alpha=8, generator=torch.Generator().manual_seed(1)
-    )
+    made = LoraLinear.from_base(frozen_of(linear), rank=RANK, alpha=8, generator=torch.Generator().manual_seed(1))
     assert torch.equal(made(x), wanted) and not made.lora_B.any()
     assert made.lora_A.abs().max() <= 1 / math.sqrt(INPUTS) and made.lora_A.std() > 0.5 / math.sqrt(INPUTS)
 

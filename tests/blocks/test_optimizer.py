@@ -124,6 +124,21 @@ def test_a_saved_state_goes_on_bit_for_bit() -> None:
     assert torch.equal(whole.weights, resumed.weights)
 
 
+def test_sixteen_bits_are_trained_through_a_copy_of_thirty_two() -> None:
+    """A hundred updates of 2^-10 of a weight: each alone would be rounded away in bf16."""
+    weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    ours = FlatAdamW([weight], AdamWSettings(max_grad_norm=0.0), CPU)
+    exact = FlatAdamW([nn.Parameter(torch.ones(8))], AdamWSettings(max_grad_norm=0.0), CPU)
+    assert ours.first.dtype == ours.second.dtype == ours.master.dtype == torch.float32
+    assert exact.master is exact.weights and set(exact.state()) == set(ours.state()) - {"master"}
+    for _ in range(100):
+        for each in (ours, exact):
+            each.grads.fill_(0.5)
+            each.step(2.0**-10, 1)
+    assert torch.equal(ours.master, exact.weights) and torch.equal(weight.detach(), exact.weights.bfloat16())
+    assert 0.89 < float(weight.detach()[0]) < 0.92
+
+
 def test_no_trained_token_divides_by_nothing() -> None:
     ours = FlatAdamW(parameters(), AdamWSettings(), CPU)
     norm, finite = ours.step(0.1, 0)

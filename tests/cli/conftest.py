@@ -1,4 +1,4 @@
-"""A stand-in for `ajusta.run` that remembers what it was asked, and a way to type a command."""
+"""A stand-in for `ajusta.run` and `ajusta.look` that remembers what it was asked, and a way to type a command."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from explained import make_explanation
+
 import ajusta
 from ajusta.base.events import Listener, Note
 from ajusta.cli.main import main
 from ajusta.spec.config import Config
 from ajusta.spec.data import DataSummary, Dropped
+from ajusta.spec.explanation import Explanation
 from ajusta.spec.plan import Choice, Longest, OnCard, PhasePeak, Plan, Rung
 
 SUMMARY = DataSummary(
@@ -93,6 +98,10 @@ class FakeRun:
     def plan(self, config: Config, listener: Listener, *, gpu: str | None) -> Plan:
         self._called("plan", config, gpu)
         return make_plan(self.fits)
+
+    def explain(self, config: Config, listener: Listener, *, gpu: str | None) -> Explanation:
+        self._called("explain", config, gpu)
+        return make_explanation()
 
     def plan_on_cards(self, config: Config, listener: Listener) -> tuple[OnCard, ...]:
         self._called("plan_on_cards", config)

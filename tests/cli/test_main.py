@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ajusta.base.errors import ConfigError, DataError, DoesNotFit
+from ajusta.base.errors import ConfigError, DataError, DoesNotFit, UserError
 
 Typed = Callable[..., int]
 
@@ -138,6 +138,39 @@ def test_a_plan_that_does_not_fit_is_shown_and_has_its_exit_code(
     fake_run.fits = False
     assert typed("plan", "-m", "m") == 3
     assert "does not fit" in capsys.readouterr().out
+
+
+def test_explain_shows_one_screen_and_the_plan_to_ask_for_next(
+    fake_run: Any, typed: Typed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed("explain", "-m", "m", "--gpu", "RTX 3060", "--max-length", "64", "--set", "lora.r=4") == 0
+    name, (config, gpu) = fake_run.calls[0]
+    assert (name, gpu, config.model, config.max_length, config.lora.r) == ("explain", "RTX 3060", "m", 64, 4)
+    shown = capsys.readouterr().out
+    assert "5 + chunked loss" in shown and "does not fit" in shown
+    last = "next: ajusta plan --model m --gpu 'RTX 3060' --max-length 64 --set lora.r=4 --bits nf4\n"
+    assert shown.endswith(last), "what does not fit is no failure: this explains, and promises nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "bits"), [("", "nf4"), ("--bits none", "nf4"), ("--bits int8", "int8"), ("--set bits=int8", "int8")]
+)
+def test_the_next_plan_has_the_bits_that_were_explained(
+    fake_run: Any, typed: Typed, capsys: pytest.CaptureFixture[str], words: str, bits: str
+) -> None:
+    assert typed("explain", "-m", "m", "-d", "a.txt", "-d", "b", "--json", *words.split()) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["next"] == f"ajusta plan --model m --data a.txt --data b --bits {bits}"
+    assert len(facts["levels"]) == 5 and len(facts["levels"][0]["how"]) == 3
+    assert typed(*facts["next"].split()[1:]) == 0, "it can be typed"
+
+
+def test_explain_needs_a_model(fake_run: Any, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("explain") == 2
+    assert "model is missing" in capsys.readouterr().err
+    fake_run.trouble = UserError("'zzz' is no card")
+    assert typed("explain", "-m", "m", "--gpu", "zzz") == 2
+    assert capsys.readouterr().err == "ajusta: 'zzz' is no card\n"
 
 
 def test_chat_answers_questions_and_leaves(fake_run: Any, typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ PUBLIC = [
     "UserError",
     "__version__",
     "evaluate",
+    "explain",
     "export",
     "finetune",
     "load",
@@ -39,6 +40,7 @@ OPTIONS = {
         "--all-gpus --bits --config --data --gpu --json --largest-model --max-context --max-length "
         "--memory --model --set"
     ),
+    "explain": "--bits --config --data --gpu --json --max-length --memory --model --set",
     "doctor": "--json --measure",
     "data": "--json --max-length --model --set",
 }

@@ -137,7 +137,7 @@ def test_every_block_runs_in_the_order_of_the_page(
 def test_every_command_is_shown() -> None:
     shown = " ".join(block.text for block in BLOCKS)
     assert [command.callback.__name__ for command in app.registered_commands if command.callback] == [
-        "train", "chat", "evaluate", "export", "plan", "doctor", "data"
+        "train", "chat", "evaluate", "export", "plan", "explain", "doctor", "data"
     ]  # fmt: skip
     for command in app.registered_commands:
         assert command.callback is not None and f"ajusta {command.callback.__name__}" in shown

@@ -48,6 +48,16 @@ def test_views_share_a_storage_and_keep_all_of_it(device: str) -> None:
         assert ledger.now == 0
 
 
+def test_a_tensor_has_the_number_of_its_storage_in_the_events() -> None:
+    before = kib("meta")
+    with Ledger(record=True) as ledger:
+        first, second = kib("meta", 3), kib("meta", 2)
+        numbers = [ledger.number_of(each) for each in (first, second, first[:10], before)]
+        (section,) = ledger.cut()
+    assert numbers == [*(event.storage for event in section.events), numbers[0], None]
+    assert numbers[0] != numbers[1]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_work_in_place_weighs_nothing(device: str) -> None:
     with Ledger() as ledger:

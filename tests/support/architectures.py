@@ -173,7 +173,7 @@ def _judge_real(verdict: Verdict, config: PretrainedConfig) -> None:
     verdict.epilogue = [type(module).__name__ for module in chain.epilogue] or own_forward
     verdict.needs_mask = chain.needs_mask
     found = probe(chain, place, tiny_models.VOCABULARY)
-    verdict.mixes, verdict.probed = chain.mixes_because, found.replay_equal
+    verdict.mixes, verdict.probed = chain.mixes_because, found.replay_equal and found.causal
     ids, positions, mask = inputs(chain, place, min(TOKENS, chain.exact_up_to or TOKENS))
     with torch.no_grad():
         own = chain.model(**chain.inputs(ids, positions, mask)).logits

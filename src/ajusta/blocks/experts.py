@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers (Shazeer 2017, arXiv 1701.06538) over frozen experts, for transformers' `ExpertsInterface`.
+"""Mixture-of-experts layers (Shazeer 2017, arXiv 1701.06538) for transformers' `ExpertsInterface`.
 
     y_t = sum_k w_tk down_e(act(up_e(x_t)))        e = index_tk
 
@@ -9,7 +9,8 @@ makes anyway (Guo 2025, arXiv 2512.14080, section 3.2):
 
     u_s = W_e^T dy_t        dact_s = w_s u_s        dw_s = <dy_t, W_e act_s> = <u_s, act_s>
 
-So a layer keeps gate and up [S, 2 F], w, and the order of the rows; `act` is made again (blocks/rebuild.py).
+So a layer keeps gate and up [S, 2 F], w, and the order of the rows; `act` is made again (blocks/rebuild.py). Experts
+that are trained (engine/full.py) keep the rows of the first product as well.
 
 Shape letters: T tokens, K choices a token, S = T K rows, E experts, H hidden, F features inside an expert.
 """
@@ -54,14 +55,14 @@ def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     )
     leave = Stack(module=module, name="down_proj", transposed=module.is_transposed)
     rows_SH = _Spread.apply(hidden_states, routing).to(enter.dtype)
-    up_SF = _Product.apply(rows_SH, enter, routing)
+    up_SF = _Product.apply(rows_SH, enter.parameter, enter, routing)
     del rows_SH
     if module.has_bias:
         bias_EF = module.get_parameter(f"{enter.name}_bias")
         up_SF.add_(bias_EF.index_select(0, routing.sort(top_k_index)))
     active_SF = _activate(module, up_SF)
     del up_SF
-    y_TH: Tensor = _WeightedProduct.apply(active_SF, top_k_weights, leave, routing)
+    y_TH: Tensor = _WeightedProduct.apply(active_SF, top_k_weights, leave.parameter, leave, routing)
     if module.has_bias:
         y_TH = y_TH + _weighted_bias(module.get_parameter(f"{leave.name}_bias"), top_k_index, top_k_weights)
     return y_TH.to(hidden_states.dtype)
@@ -82,37 +83,49 @@ class _Spread(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """Each row times its expert's frozen weight; nothing is kept of the rows."""
+    """Each row times its expert's weight; nothing is kept of the rows where that is frozen."""
 
     @staticmethod
-    def forward(ctx: Any, rows_SI: Tensor, stack: Stack, routing: Routing) -> Tensor:
+    def forward(ctx: Any, rows_SI: Tensor, weight: Tensor, stack: Stack, routing: Routing) -> Tensor:
         ctx.stack, ctx.routing = stack, routing
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(rows_SI)
         return stack.product(rows_SI, routing)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.stack.product_transposed(grad_SO, ctx.routing), None, None
+    def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.stack.gradient(*ctx.saved_tensors, grad_SO, ctx.routing)
+        return ctx.stack.product_transposed(grad_SO, ctx.routing), grad_weight, None, None
 
 
 class _WeightedProduct(torch.autograd.Function):
     """The same, each row weighted and a token's rows added up; the product itself is not kept (see above)."""
 
     @staticmethod
-    def forward(ctx: Any, active_SF: Tensor, weights_TK: Tensor, stack: Stack, routing: Routing) -> Tensor:
+    def forward(
+        ctx: Any, active_SF: Tensor, weights_TK: Tensor, weight: Tensor, stack: Stack, routing: Routing
+    ) -> Tensor:
         ctx.save_for_backward(active_SF, weights_TK)
         ctx.stack, ctx.routing = stack, routing
         return routing.gather(stack.product(active_SF, routing), weights_TK)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         routing: Routing = ctx.routing
         u_SF = ctx.stack.product_transposed(routing.spread(grad_TH), routing)
         active_SF, weights_TK = ctx.saved_tensors  # only now: it may be made again here
         grad_S = (active_SF * u_SF).sum(-1)
+        grad_weight = None
+        if ctx.needs_input_grad[2]:
+            scaled_SH = routing.spread(grad_TH).mul_(routing.sort(weights_TK).to(grad_TH.dtype)[:, None])
+            grad_weight = ctx.stack.gradient(active_SF, scaled_SH, routing)
+            del scaled_SH
         u_SF.mul_(routing.sort(weights_TK).to(u_SF.dtype)[:, None])
-        return u_SF, routing.unsort(grad_S).to(weights_TK.dtype), None, None
+        return u_SF, routing.unsort(grad_S).to(weights_TK.dtype), grad_weight, None, None
 
 
 def _is_gated(module: Any) -> bool:

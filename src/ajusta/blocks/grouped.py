@@ -80,7 +80,7 @@ class Routing:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A frozen weight of each expert in one tensor: [E, O, I], or [E, I, O] where `transposed`.
+    """A weight of each expert in one tensor: [E, O, I], or [E, I, O] where `transposed`.
 
     The module is remembered and not its tensor, as in blocks/linear.py.
     """
@@ -90,9 +90,14 @@ class Stack:
     transposed: bool
 
     @property
+    def parameter(self) -> Tensor:
+        """The weight itself."""
+        return self.module.get_parameter(self.name)
+
+    @property
     def dtype(self) -> torch.dtype:
         """What the weights are kept in, and their products are taken in."""
-        return self.module.get_parameter(self.name).dtype
+        return self.parameter.dtype
 
     def product(self, rows_SI: Tensor, routing: Routing) -> Tensor:
         """Return each row times its expert's W^T [S, O]."""
@@ -102,8 +107,14 @@ class Stack:
         """Return each row times its expert's W [S, I]."""
         return grouped_product(dy_SO, self._weight(self.transposed), routing.ends_E)
 
+    def gradient(self, rows_SI: Tensor, dy_SO: Tensor, routing: Routing) -> Tensor:
+        """Return the sum of each expert's dy x^T as the weight is laid out, for weights that are trained."""
+        left, right = (rows_SI, dy_SO) if self.transposed else (dy_SO, rows_SI)
+        grad: Tensor = torch.ops.ajusta.grouped_outer(left.t(), right, routing.ends_E)
+        return grad.to(self.dtype)
+
     def _weight(self, turned: bool) -> Tensor:
-        weight = self.module.get_parameter(self.name).detach()
+        weight = self.parameter.detach()
         return weight.transpose(1, 2) if turned else weight
 
 
@@ -137,6 +148,20 @@ def _shape(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[2])
 
 
+def _outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    out = _outer_shape(left, right, ends).zero_()  # an expert without a row has a gradient of zero
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(left[:, start:end], right[start:end], out=out[expert])
+        start = end
+    return out
+
+
+def _outer_shape(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return right.new_empty(ends.shape[0], left.shape[0], right.shape[1])
+
+
 def _kernel_takes(rows: Tensor, weight: Tensor) -> bool:
     unit = _ALIGNED_BYTES // rows.element_size()
     dense = rows.is_contiguous() and (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous())
@@ -154,4 +179,7 @@ _library = torch.library.Library("ajusta", "FRAGMENT")  # held here: what it def
 _library.define("grouped_product(Tensor rows, Tensor weight, Tensor ends) -> Tensor")
 _library.impl("grouped_product", _compute, "CompositeExplicitAutograd")
 _library.impl("grouped_product", _shape, "Meta")
+_library.define("grouped_outer(Tensor left, Tensor right, Tensor ends) -> Tensor")
+_library.impl("grouped_outer", _outer, "CompositeExplicitAutograd")
+_library.impl("grouped_outer", _outer_shape, "Meta")
 RULES["cpu", torch.ops.ajusta.grouped_product.default] = held_on_cpu

@@ -1,7 +1,7 @@
 """RMSNorm (Zhang 2019, arXiv 1910.07467) that keeps its input and one number a row.
 
     r = 1 / sqrt(mean(x^2) + eps)        y = w x r
-    dx = r (w dy) - x r^3 mean(x (w dy))
+    dx = r (w dy) - x r^3 mean(x (w dy))        dw = sum of dy x r over the rows, where the weight is trained
 
 transformers' own keeps several copies of x, one of them in fp32. The forward pass here is the same operations in the
 same order, so its values are the same bits. Families differ in small ways (a weight of 1 + w, rounding before or after
@@ -54,17 +54,23 @@ class _RmsNorm(torch.autograd.Function):
         return _weigh(normal, weight, variant, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         wide = x.float() if x.dtype in _NARROW else x
         weighed = grads[0].to(wide.dtype) * (weight.to(wide.dtype) + ctx.offset)
         inner = torch.linalg.vecdot(weighed, wide).unsqueeze(-1)
         inner.mul_(scale.pow(3)).div_(x.shape[-1])
-        return weighed.mul_(scale).addcmul_(wide, inner, value=-1).to(x.dtype), None, None, None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            by_row = grads[0].to(wide.dtype).mul(wide).mul_(scale)
+            grad_weight = by_row.reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+            del by_row
+        grad = weighed.mul_(scale).addcmul_(wide, inner, value=-1).to(x.dtype)
+        return grad, grad_weight, None, None
 
 
 class RmsNorm(nn.Module):
-    """y [..., H] of x [..., H]; `weight` [H] is frozen and is called as in the module that this one replaces."""
+    """y [..., H] of x [..., H]; `weight` [H] is called as in the module that this one replaces."""
 
     def __init__(self, weight: nn.Parameter, eps: float, variant: Variant) -> None:
         super().__init__()

@@ -7,6 +7,9 @@ Weights, gradients and the two moments of every adapter are slices of four buffe
 first step costs no more memory than the last, a norm is one reduction, and saving is four tensors. The update works on
 `CHUNK` values at a time to bound its temporaries. A non-finite gradient changes nothing: every new value is taken by
 `where`, so that the same code runs on `meta` and no value is read back in the middle of a step.
+
+Parameters of 16 bits (engine/full.py; an adapter has none) get moments in fp32 and a copy of themselves in fp32, in
+which an update below 2^-9 of a weight is not rounded away (mixed precision: Micikevicius 2017, arXiv 1710.03740).
 """
 
 from __future__ import annotations
@@ -44,10 +47,11 @@ class FlatAdamW:
         self.parameters = list(parameters)
         self.count = sum(p.numel() for p in parameters)
         dtype = parameters[0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
         self.weights = place.empty(self.count, dtype=dtype, category=Category.ADAPTERS)
         self.grads = place.zeros(self.count, dtype=dtype, category=Category.GRADIENTS)
-        self.first = place.zeros(self.count, dtype=dtype, category=Category.OPTIMIZER)
-        self.second = place.zeros(self.count, dtype=dtype, category=Category.OPTIMIZER)
+        self.first = place.zeros(self.count, dtype=wide, category=Category.OPTIMIZER)
+        self.second = place.zeros(self.count, dtype=wide, category=Category.OPTIMIZER)
         self.updates = place.zeros(1, dtype=torch.float64, category=Category.OPTIMIZER)  # finite updates so far
         start = 0
         for parameter in self.parameters:
@@ -56,6 +60,10 @@ class FlatAdamW:
             parameter.data = self.weights[start:stop].view(parameter.shape)
             parameter.grad = self.grads[start:stop].view(parameter.shape)
             start = stop
+        self.master = self.weights  # what the update is added to
+        if wide != dtype:
+            self.master = place.empty(self.count, dtype=wide, category=Category.OPTIMIZER)
+            self.master.copy_(self.weights)
 
     def step(self, learning_rate: float, trained_tokens: int) -> tuple[Tensor, Tensor]:
         """Update from the summed gradients and zero them.
@@ -63,15 +71,15 @@ class FlatAdamW:
         Returns the norm of the token-mean gradient before clipping and whether it was finite, both 0-dim tensors.
         """
         settings = self.settings
-        norm = torch.linalg.vector_norm(self.grads) / max(trained_tokens, 1)
+        norm = torch.linalg.vector_norm(self.grads).to(self.first.dtype) / max(trained_tokens, 1)
         finite = torch.isfinite(norm)
         factor = torch.ones_like(norm) / max(trained_tokens, 1)
         if settings.max_grad_norm > 0:
             factor = factor * torch.clamp(settings.max_grad_norm / (norm + 1e-6), max=1.0)
         self.updates.add_(finite.to(self.updates.dtype))
         count = torch.clamp(self.updates, min=1.0)
-        correct_first = (1.0 - settings.beta1**count).to(self.grads.dtype)
-        correct_second = (1.0 - settings.beta2**count).to(self.grads.dtype)
+        correct_first = (1.0 - settings.beta1**count).to(self.first.dtype)
+        correct_second = (1.0 - settings.beta2**count).to(self.first.dtype)
         for start in turns(range(0, self.count, CHUNK), self.grads.device):
             cut = slice(start, min(start + CHUNK, self.count))
             self._update(cut, factor, finite, correct_first, correct_second, learning_rate)
@@ -82,19 +90,22 @@ class FlatAdamW:
         self, cut: slice, factor: Tensor, finite: Tensor, correct_first: Tensor, correct_second: Tensor, rate: float
     ) -> None:
         settings = self.settings
-        grad = self.grads[cut].mul_(factor)
+        grad = self.grads[cut].to(self.first.dtype).mul_(factor)
         first = torch.lerp(self.first[cut], grad, 1.0 - settings.beta1)
         second = torch.addcmul(self.second[cut] * settings.beta2, grad, grad, value=1.0 - settings.beta2)
         self.first[cut].copy_(torch.where(finite, first, self.first[cut]))
         self.second[cut].copy_(torch.where(finite, second, self.second[cut]))
         change = first.div_(correct_first).div_(second.div_(correct_second).sqrt_().add_(settings.epsilon))
         if settings.weight_decay:
-            change.add_(self.weights[cut], alpha=settings.weight_decay)
-        self.weights[cut].sub_(torch.where(finite, change, torch.zeros_like(change)), alpha=rate)
+            change.add_(self.master[cut], alpha=settings.weight_decay)
+        self.master[cut].sub_(torch.where(finite, change, torch.zeros_like(change)), alpha=rate)
+        if self.master is not self.weights:
+            self.weights[cut].copy_(self.master[cut])
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint needs besides the adapters themselves."""
-        return {"first": self.first, "second": self.second, "updates": self.updates}
+        state = {"first": self.first, "second": self.second, "updates": self.updates}
+        return state if self.master is self.weights else {**state, "master": self.master}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Copy a saved state in place; no second copy is kept."""

@@ -37,13 +37,16 @@ class _Kitchen:
 
     def pack(self, tensor: Tensor) -> Tensor | _Dish:
         """Exchange a tensor that has a recipe."""
-        storage = tensor.untyped_storage()
-        known = self.known.get(storage._cdata)
+        recipe = self._recipe_of(tensor)
+        if (tell := _tell.get()) is not None:
+            tell(tensor, recipe is not None)
+        return tensor if recipe is None else _Dish(recipe=recipe, shape=tensor.shape)
+
+    def _recipe_of(self, tensor: Tensor) -> Recipe | None:
+        known = self.known.get(tensor.untyped_storage()._cdata)
         if known is None or known.storage() is None or tensor.shape.numel() != known.shape.numel():
-            return tensor
-        if not tensor.is_contiguous():
-            return tensor
-        return _Dish(recipe=known.recipe, shape=tensor.shape)
+            return None
+        return known.recipe if tensor.is_contiguous() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class _Dish:
 
 
 _kitchen: ContextVar[_Kitchen | None] = ContextVar("kitchen", default=None)
+_tell: ContextVar[Callable[[Tensor, bool], None] | None] = ContextVar("tell", default=None)
 
 
 def _unpack(kept: Tensor | _Dish) -> Tensor:
@@ -75,6 +79,16 @@ def rebuilding() -> Iterator[None]:
         # Autograd holds the kitchen as long as it holds a tensor: a recipe left in it would keep its tensors too, until
         # another storage takes the address under which it is known, so sooner or later by chance.
         kitchen.known.clear()
+
+
+@contextlib.contextmanager
+def telling(tell: Callable[[Tensor, bool], None]) -> Iterator[None]:
+    """Be told inside of each tensor that autograd wants to keep, and whether a recipe takes its place."""
+    token = _tell.set(tell)
+    try:
+        yield
+    finally:
+        _tell.reset(token)
 
 
 def remember(output: Tensor, recipe: Recipe) -> None:

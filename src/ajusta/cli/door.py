@@ -9,6 +9,7 @@ from typing import Protocol
 from ajusta.base.events import Listener
 from ajusta.report.show import Finding, LookedAt, Outcome
 from ajusta.spec.config import Config
+from ajusta.spec.explanation import Explanation
 from ajusta.spec.plan import Longest, OnCard, Plan
 
 
@@ -42,6 +43,9 @@ class Look(Protocol):
 
     def plan(self, config: Config, listener: Listener, *, gpu: str | None) -> Plan:
         """Return the plan, for this machine or for a card."""
+
+    def explain(self, config: Config, listener: Listener, *, gpu: str | None) -> Explanation:
+        """Return five ways to train, from full fine-tuning down."""
 
     def plan_on_cards(self, config: Config, listener: Listener) -> tuple[OnCard, ...]:
         """Return the plan for every card that is known."""

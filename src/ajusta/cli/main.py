@@ -51,6 +51,9 @@ app = typer.Typer(
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", metavar="MODEL", help="A folder, a .gguf file or a hub name.")
 ]
+PlannedModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="As for train, or a config.json, or a known name.")
+]
 DataOption = Annotated[
     list[Path] | None, typer.Option("--data", "-d", metavar="PATH", help="File or folder to learn from; may repeat.")
 ]
@@ -186,10 +189,7 @@ def export(
 
 @app.command()
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", metavar="MODEL", help="As for train, or a config.json, or a known name."),
-    ] = None,
+    model: PlannedModelOption = None,
     data: DataOption = None,
     config: ConfigOption = None,
     memory: MemoryOption = None,
@@ -213,6 +213,29 @@ def plan(
     fits = ask(asked, settings, gpu, as_json=as_json)
     if not fits:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+@app.command()
+def explain(
+    model: PlannedModelOption = None,
+    data: DataOption = None,
+    config: ConfigOption = None,
+    memory: MemoryOption = None,
+    gpu: Annotated[str | None, typer.Option(metavar="CARD", help="Show where this card ends.")] = None,
+    bits: BitsOption = None,
+    max_length: LengthOption = None,
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show where the memory of a step goes, from full fine-tuning down to all techniques together, and why."""
+    from ajusta.cli import questions
+    from ajusta.cli.settings import make_config
+
+    flags = {"model": model, "data": data, "memory": memory, "bits": bits, "max_length": max_length}
+    settings = make_config(config, flags, set_ or (), required=("model",))
+    others = [pair for pair in set_ or () if pair.partition("=")[0].strip() != "bits"]
+    typed = {"--model": model, "--data": data, "--config": config, "--memory": memory, "--gpu": gpu}
+    questions.explain(settings, gpu, {**typed, "--max-length": max_length, "--set": others}, as_json=as_json)
 
 
 @app.command()

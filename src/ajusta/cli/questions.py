@@ -1,12 +1,15 @@
-"""What `ajusta plan` can be asked, and how each answer is shown."""
+"""What `ajusta plan` can be asked, what `ajusta explain` is asked, and how each answer is shown."""
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from enum import Enum
 
 from ajusta.base.errors import UserError
 from ajusta.cli.door import the_look
 from ajusta.cli.speech import progress, say, say_json, speaks_unicode
+from ajusta.report.explain import explanation_facts, explanation_text
 from ajusta.report.plans import cards_facts, cards_text, longest_facts, longest_text, plan_facts, plan_text
 from ajusta.spec.config import Config
 
@@ -64,3 +67,29 @@ def ask(question: Question, config: Config, gpu: str | None, *, as_json: bool) -
     else:
         say(shown)
     return fits
+
+
+def explain(config: Config, gpu: str | None, typed: Mapping[str, object], *, as_json: bool) -> None:
+    """Explain the model's memory, and say which plan to ask for next: the same as was `typed`, quantized.
+
+    Raises:
+        UserError: a setting, the data, the model or the card cannot be used.
+    """
+    with progress() as listener:
+        explanation = the_look().explain(config, listener, gpu=gpu)
+    bits = "nf4" if config.bits == "none" else config.bits
+    command = _command("plan", {**typed, "--bits": bits})
+    if as_json:
+        say_json(explanation_facts(explanation, command))
+    else:
+        say(explanation_text(explanation, command))
+
+
+def _command(name: str, typed: Mapping[str, object]) -> str:
+    """Return the line for a shell; options that were not typed are None, those that may repeat are lists."""
+    words = ["ajusta", name]
+    for option, values in typed.items():
+        for value in values if isinstance(values, list) else [values]:
+            if value is not None:
+                words += [option, str(value)]
+    return shlex.join(words)

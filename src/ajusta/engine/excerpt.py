@@ -62,6 +62,7 @@ def excerpt(skeleton: Skeleton, keep: Sequence[int]) -> Skeleton:
     return replace(
         skeleton,
         slots={name: slot for name, slot in skeleton.slots.items() if stays(name)},
+        buffers={name: slot for name, slot in skeleton.buffers.items() if stays(name)},
         linears={path: module for path, module in skeleton.linears.items() if stays(path)},
         routers=tuple(filter(stays, skeleton.routers)),
         stacked=tuple(filter(stays, skeleton.stacked)),

@@ -222,6 +222,11 @@ class Ledger(TorchDispatchMode):
         self.mark("end")
         return tuple(self.sections)
 
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """Return the number that a tensor's storage has in the events; None where it is not in the account."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[3]
+
     def live_by_category(self) -> dict[Category, int]:
         """Return the bytes live now by category, empty ones left out."""
         return {category: size for category, size in self._by_category.items() if size}

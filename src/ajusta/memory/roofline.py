@@ -86,7 +86,7 @@ def kernel_name(kind: str, dtype: torch.dtype) -> str:
 
 _rules: dict[Any, Rule] = {}
 _PRODUCTS = dict.fromkeys(  # where the left factor stands
-    ("mm", "bmm", "mv", "linear", "_grouped_mm", "ajusta::grouped_product"), 0
+    ("mm", "bmm", "mv", "linear", "_grouped_mm", "ajusta::grouped_product", "ajusta::grouped_outer"), 0
 )
 _PRODUCTS |= dict.fromkeys(("addmm", "addmm_", "addmv", "baddbmm", "baddbmm_"), 1)
 _ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")

@@ -1,0 +1,8 @@
+"""Make tests/support importable by plain names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
