@@ -114,12 +114,12 @@ def seconds_per_token(pace: Pace) -> float | None:
     """Return the rate of training: the token-weighted median of recent steps, or the rehearsal's, or None.
 
     The first step or two can be far off (kernels are compiled, memory is touched for the first time), so the
-    rehearsal's rate counts as much as two steps until it is outvoted.
+    rehearsal's rate counts as much as a step until it is outvoted. Not more: it was cold itself, and counted.
     """
     rehearsed = pace.ahead.seconds_per_token if pace.ahead else None
     rates = [(seconds / max(tokens, 1), float(tokens)) for tokens, seconds in pace.steps]
     if rehearsed is not None and len(rates) < TRUSTED_STEPS:
-        rates.append((rehearsed, 2 * sum(weight for _, weight in rates) / len(rates) if rates else 1.0))
+        rates.append((rehearsed, sum(weight for _, weight in rates) / len(rates) if rates else 1.0))
     half = sum(weight for _, weight in rates) / 2
     reached = 0.0
     for rate, weight in sorted(rates):

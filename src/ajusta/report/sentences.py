@@ -89,7 +89,7 @@ def _quantization(explanation: Explanation, level: Level, before: Level) -> Thre
         f"Base weights and constants shrink from {show_bytes(_base(before))} to {show_bytes(_base(level))}; "
         f"embeddings, head, norms{experts} stay in {explanation.dtype}.",
         f"A matrix is expanded to {explanation.dtype} for each product and dropped again, so a step takes "
-        f"{_times(level, before)} the time; this alone of the five changes the numbers.",
+        f"{_times(level, before)} the time; it is the one technique that rounds the model.",
     )
 
 
