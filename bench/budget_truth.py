@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers import Gone, Helper, server
-from measures import commit, cores, cpu_name, results_path
+from measures import commit, cores, cpu_name, results_path, say
 from pairs import NEAR, Pair, computes_bf16, sample
 
 from ajusta.spec.plan import Plan
@@ -50,7 +50,7 @@ def main() -> int:
         for pair in pairs:
             rows.append({**stamp, **pair.row(), "line": pair.line(), **_tried(context, pair, asked.least)})
             lines.write(json.dumps(rows[-1]) + "\n")
-            _say(f"{pair.line()}  {verdict(rows[-1])}")
+            say(f"{pair.line()}  {verdict(rows[-1])}")
     print(json.dumps(rows, indent=2) if asked.json else summary(rows, time.monotonic() - started))
     return 1 if any(map(is_wrong, rows)) or share_failed(rows, "trace") < GOAL else 0
 
@@ -128,7 +128,8 @@ def _lived(context: ForkServerContext, pair: Pair, plan: Plan, budget_bytes: int
     try:
         with Helper(context, "fence", "live", pair, plan) as helper:
             row |= helper.told()  # it is ready, all of its imports done
-            row["baseline_bytes"] = put_fence(helper.pid, budget_bytes)
+            # What its heap has free already would be had beside the budget, unseen by the limit.
+            row["baseline_bytes"] = put_fence(helper.pid, budget_bytes - row["heap_free_bytes"])
             helper.tell("go")
             row |= helper.told()
     except Gone as gone:
@@ -220,10 +221,6 @@ def _least_line(rows: Sequence[dict[str, Any]]) -> str:
         f"{statistics.median(beyond):+.0f}; of the plan's need: {share[0]:.2f} to {share[-1]:.2f}, median "
         f"{statistics.median(share):.2f}; {len(rows) - len(found)} plans found none"
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 import gpu_plan
 from helpers import QUIET, Helper, server
-from measures import commit, cpu_name, results_path
+from measures import commit, cpu_name, results_path, say
 
 NO_CARD = 77  # the exit code by which test harnesses know a check that was skipped
 WHOLE_S = 350.0
@@ -36,7 +36,7 @@ def main() -> int:
     with Helper(context, "gpu_life", "tell_card") as helper:
         found = helper.told()
     if found["card"] is None and not asked.tiny:
-        _say("no card that torch can use; expected one with CUDA; --tiny checks this script on the processor")
+        say("no card that torch can use; expected one with CUDA; --tiny checks this script on the processor")
         return NO_CARD
     stamp = {
         "card": cpu_name() if asked.tiny else found["card"],
@@ -66,20 +66,16 @@ def plan_section(context: ForkServerContext, asked: argparse.Namespace, stamp: d
             left = WHOLE_S - (time.monotonic() - started)
             told = gpu_plan.tried(context, cell, asked.tiny, min(gpu_plan.CELL_S, left))
             rows.append({**stamp, "number": number, **asdict(cell), "line": cell.line(), **told})
-            _say(f"{number}  {cell.line()}  {gpu_plan.verdict(rows[-1])}")
+            say(f"{number}  {cell.line()}  {gpu_plan.verdict(rows[-1])}")
     print(json.dumps(rows, indent=2) if asked.json else gpu_plan.summary(rows, time.monotonic() - started))
     if not asked.tiny:
         path = results_path("gpu_plan", stamp["card"], stamp["commit"], "jsonl")
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        _say(f"kept: {path}")
+        say(f"kept: {path}")
     return 1 if any(map(gpu_plan.is_wrong, rows)) else 0
 
 
 SECTIONS: dict[str, Callable[[ForkServerContext, argparse.Namespace, dict[str, Any]], int]] = {"plan": plan_section}
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,3 +144,8 @@ def results_path(bench: str, device: str, at_commit: str, suffix: str) -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     RESULTS.mkdir(exist_ok=True)
     return RESULTS / f"{bench}-{slug}-{at_commit}.{suffix}"
+
+
+def say(text: str) -> None:
+    """Tell how far it is: on standard error, at once, so that results on standard output can be piped."""
+    print(text, file=sys.stderr, flush=True)

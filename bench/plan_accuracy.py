@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cells import Cell, sample
-from measures import commit, cores, cpu_name, keep
+from measures import commit, cores, cpu_name, keep, say
 
 HERE = Path(__file__).resolve().parent
 KIB, MIB = 1024, 1024 * 1024
@@ -40,10 +40,10 @@ def main() -> int:
     for cell in cells:
         row = {**stamp, **asdict(cell), "line": cell.line(), **_in_its_own_process(context, cell)}
         rows.append(row)
-        _say(f"{cell.line()}  {_verdict(row)}")
+        say(f"{cell.line()}  {_verdict(row)}")
     print(json.dumps(rows, indent=2) if asked.json else _summary(rows, time.monotonic() - started))
     if asked.keep:
-        _say(f"kept: {keep(rows, 'plan_accuracy')}")
+        say(f"kept: {keep(rows, 'plan_accuracy')}")
     return 1 if any("error" in row or _misses(row) for row in rows) else 0
 
 
@@ -160,10 +160,6 @@ def _phase_line(name: str, rows: list[dict[str, Any]]) -> str:
         f"worst {share(low):+.2f} % (cell {low['number']}) and {share(high):+.2f} % (cell {high['number']}), "
         f"{min(kibs):+.1f} and {max(kibs):+.1f} KiB"
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ os.environ.update({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4096", "LRU_CACHE_CAPACIT
 import numpy as np
 import torch
 from cell import Life, RandomSource
-from measures import commit, cpu_name, keep
+from measures import commit, cpu_name, keep, say
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from ajusta.blocks.optimizer import AdamWSettings
@@ -99,17 +99,17 @@ def main() -> int:
         roofline = measure_roofline(torch.device("cpu"))
         choices = _draw(asked.plans, asked.seed, roofline)
         predicted = _predict(name, choices, roofline, asked.seed)
-        _say(f"{name}: {len(choices)} plans traced, {time.monotonic() - started:.0f} s since the start")
+        say(f"{name}: {len(choices)} plans traced, {time.monotonic() - started:.0f} s since the start")
         taken = _run(name, choices, asked.rounds, asked.seed)
         rows += [
             {**stamp, "model": name, **asdict(choice), "predicted_s": seconds, "measured_s": times}
             for choice, seconds, times in zip(choices, predicted, taken, strict=True)
         ]
         rows[-len(choices)]["roofline"] = asdict(roofline)
-        _say(f"{name}: {asked.rounds} rounds, {time.monotonic() - started:.0f} s since the start")
+        say(f"{name}: {asked.rounds} rounds, {time.monotonic() - started:.0f} s since the start")
     print(json.dumps(rows, indent=2) if asked.json else _report(rows))
     if asked.keep:
-        _say(f"kept: {keep(rows, 'plan_order')}")
+        say(f"kept: {keep(rows, 'plan_order')}")
     right, pairs = _score(rows)
     return 0 if right >= GOAL * pairs else 1
 
@@ -238,10 +238,6 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
         f"{right} of {pairs} pairs more than {APART - 1:.0%} apart are ordered right, {share:.1%} "
         f"(goal {GOAL:.0%}{'' if share >= GOAL else ', MISSED'}); measured over predicted: median {ratio:.2f}"
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

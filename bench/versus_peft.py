@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measures import ENVIRONMENT, ROOT, Case, Job, Resident, Rung, Step, commit, cores, cpu_name, keep
+from measures import ENVIRONMENT, ROOT, Case, Job, Resident, Rung, Step, commit, cores, cpu_name, keep, say
 from side import Side, SideError
 
 SIDES = ("ours", "stock")
@@ -73,15 +73,15 @@ def main() -> int:
         folder = Path(scratch)
         enough = max((lengths.steps(case.tokens) + 2) * case.tokens for case in cases)
         text = _elsewhere("make", asked.model, folder, enough)
-        _say(f"text: {text}")
+        say(f"text: {text}")
         for case in cases:
             row = {**asdict(case), "cpu": cpu_name(), "commit": commit(), "text": text}
             row |= _compare(case, asked.model, folder, lengths, asked.profile)
             rows.append(row)
-            _say(_line(row))
+            say(_line(row))
     print(json.dumps(rows, indent=2) if asked.json else _table(rows))
     if asked.keep:
-        _say(f"kept: {keep(rows, 'versus_peft')}")
+        say(f"kept: {keep(rows, 'versus_peft')}")
     return 1 if any("ours" not in row for row in rows) else 0
 
 
@@ -155,7 +155,7 @@ def _compare(case: Case, gguf: Path, folder: Path, lengths: Lengths, profile: bo
                 taken[side.name] = _take(side, steps[side.name], profile)
     for name, what in taken.items():
         if what.table:
-            _say(f"{name}, {case.tokens} tokens\n{what.table}")
+            say(f"{name}, {case.tokens} tokens\n{what.table}")
     timed = slice(lengths.warm_up, lengths.warm_up + lengths.pairs)
     row: dict[str, Any] = {"threads": int(os.environ["OMP_NUM_THREADS"]), "planned_allocated_bytes": rung.planned_bytes}
     if errors:
@@ -185,7 +185,7 @@ def _in_turn(sides: list[Side], count: int, errors: list[str]) -> dict[str, list
                 errors.append(str(error))
                 sides.remove(side)
         told = ", ".join(f"{side.name} {steps[side.name][-1].seconds:.2f} s" for side in sides)
-        _say(f"step {index + 1} of {count}: {told}")
+        say(f"step {index + 1} of {count}: {told}")
     return steps
 
 
@@ -256,10 +256,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
         "tokens  dtype bits  ckpt   speed  tokens/s         allocated MiB           peak RSS MiB            loss\n"
     )
     return head + "\n".join(_line(row) for row in rows)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -123,11 +123,11 @@ def evaluate(
     config = config.model_copy(update={"exam": tuple(exams) or config.exam})
     work = read_work(config, base, all_heldout=bool(data))
     loaded = _load_tuned(config, base, place, listener)
-    rung = search(
-        make_request(config, base.config, base.source, look_at_machine(config, Phases(listener).note)[1], work.demand)
-    ).rung
+    phases = Phases(listener)
+    machine = look_at_machine(config, phases.note)[1]
+    rung = search(make_request(config, base.config, base.source, machine, work.demand)).rung
     measuring = Measuring(loaded=loaded, base=base, work=work, rung=rung, system=config.text.system, folder=place)
-    results = measure(measuring, Phases(listener), when="after")
+    results = measure(measuring, phases, when="after")
     return Measured(results=results, adapter=str(place.adapter))
 
 
@@ -270,10 +270,10 @@ def _load(decided: _Decided, phases: Phases) -> _Ready:
 def _rehearse(ready: _Ready, phases: Phases) -> tuple[_Ready, Rehearsal]:
     """Run the worst step once; return what it measured. From here on the time left is known.
 
-    Where it takes more than the budget, plan again with what was measured, MOST_PLANS times in all.
+    Where it takes more than the budget, plan again with what was measured, up to MOST_PLANS plans in all.
 
     Raises:
-        DoesNotFit: the tensors alone pass the budget, and no other plan is left.
+        DoesNotFit: the tensors alone pass the budget, and no plan is small enough.
     """
     for number in range(1, MOST_PLANS + 1):
         rehearsal = _rehearse_once(ready, phases)
@@ -286,7 +286,7 @@ def _rehearse(ready: _Ready, phases: Phases) -> tuple[_Ready, Rehearsal]:
         if counted == "tensors":
             _require_fit(again)
         if number == MOST_PLANS or not again.fits or again.rung == ready.plan.rung:
-            phases.note(f"{told}; no smaller plan is left: going on", warning=True)
+            phases.note(f"{told}; going on with this plan: give more --memory, or a smaller --max-length", warning=True)
             break
         phases.note(f"{told}: planned again with so much set aside", warning=True)
         phases.tell_plan(again)

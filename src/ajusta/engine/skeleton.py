@@ -51,9 +51,13 @@ class Slot:
     @property
     def tensor(self) -> Tensor:
         """What is there now."""
-        tensor = self.holder._parameters[self.leaf]
+        tensor = self._there
         assert tensor is not None
         return tensor
+
+    @property
+    def _there(self) -> Tensor | None:
+        return self.holder._parameters[self.leaf]
 
     def put(self, tensor: Tensor) -> None:
         """Put another tensor there; a parameter stays the very same one."""
@@ -68,11 +72,8 @@ class BufferSlot(Slot):
     dtype: torch.dtype
 
     @property
-    def tensor(self) -> Tensor:
-        """What is there now."""
-        tensor = self.holder._buffers[self.leaf]
-        assert tensor is not None
-        return tensor
+    def _there(self) -> Tensor | None:
+        return self.holder._buffers[self.leaf]
 
     def put(self, tensor: Tensor) -> None:
         """Put another tensor there."""

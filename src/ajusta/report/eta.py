@@ -35,9 +35,7 @@ class Pace:
     steps: tuple[tuple[int, float], ...] = ()  # (tokens, seconds), the recent ones
     last_time: float = 0.0  # of the last event
     before: Mapping[str, float] = field(default_factory=dict)  # measured before training: comes again after it
-    again: Mapping[str, tuple[float, float]] = field(
-        default_factory=dict
-    )  # by kind: what came again, cost then and now
+    again: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # by kind: what came again, then and now
     heldout_seconds: float = 0.0
     save_seconds: float = 0.0
     phase: str = ""
@@ -81,9 +79,8 @@ def advance(pace: Pace, event: Event, now: float) -> Pace:
 def _measured(pace: Pace, name: str, when: str, seconds: float) -> Pace:
     """Remember what a measure cost: one before training will come again after it, one after it is paid."""
     warm = seconds - _warm_up(pace)
-    pace = replace(
-        pace, phase_started=pace.last_time, done=0, total=0, ticks=()
-    )  # what the phase still takes is another
+    # What the phase still takes is another measure's.
+    pace = replace(pace, phase_started=pace.last_time, done=0, total=0, ticks=())
     if name == "evaluate:heldout":
         pace = replace(pace, heldout_seconds=seconds)
     if when == "before":
